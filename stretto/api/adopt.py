@@ -15,7 +15,7 @@ import math
 import re
 import shutil
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ from torch import Tensor
 
 from stretto.base.config import Config, validate
 from stretto.base.errors import UserError, one_line
-from stretto.base.numbers import si
+from stretto.base.numbers import counted, si
 from stretto.base.paths import (
     CHECKPOINT,
     LOCK_FILE,
@@ -96,7 +96,8 @@ class AdoptOptions(Config):
     """Options of `adopt_command`."""
 
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Data type of the written weights; ``auto``: that of the source, or bf16 if the source is quantised."""
+    """Data type of the written weights; ``auto``: that of the source, or bf16 if the source is quantised. With ``auto``, routers in fp32
+    beside narrower weights stay fp32."""
     order: ExpertRule | Literal["none"] = "reap"
     """Criterion for ranking experts; ``none``: neither experts nor layers are measured, and no text is read."""
     layer_order: Literal["leave-one-out", "influence"] = "leave-one-out"
@@ -166,15 +167,22 @@ def adopt_command(source: str, out: Path, options: AdoptOptions) -> None:
         parent = find_lineage(folder)
         if parent is not None and options.before != Elsewhere():
             raise UserError(f"--parent-flops, --parent-tokens: {folder} has a record of what it cost; leave them out")
-        with StreamedState(folder) as state:
+        with StreamedState(folder, torch.float32 if options.dtype == "float32" else None) as state:
             for remark in remarks(read_json(folder / "config.json")) if folder.is_dir() else ():
                 say(f"{folder}: {remark}")
             generation_settings(tokenizer, state.config)  # raises an error before the long measurement
-            dtype = state.dtype if options.dtype == "auto" else getattr(torch, options.dtype)
+            dtype, fp32 = state.dtypes.weights, state.dtypes.fp32
+            if options.dtype != "auto":
+                dtype, fp32 = getattr(torch, options.dtype), frozenset()
+            elif rounded := state.dtypes.rounded:
+                say(
+                    f"{folder}: rounding {counted(len(rounded), 'tensor')} (norms and biases, such as {rounded[0]}) from float32 to "
+                    f"{str(dtype).removeprefix('torch.')}, the data type of the matrices; --dtype float32 keeps them exact"
+                )
             target = state.config if options.upcycling is None else upcycled_config(state.config, options.upcycling)
             _require_room(out, Network(target, _family(state, options), state, {}), dtype)
             meter = Meter("adopt", device_name(torch.device("cpu")))
-            whole = state.unchanged(dtype) if options.upcycling is None else ()
+            whole = state.unchanged(dtype, fp32) if options.upcycling is None else ()
             with meter, _hashes([path for path in _weight_files(folder) if path not in whole]) as hashes:
                 text = _text(out, tokenizer, state, options)
                 measured = _measured(out, folder, state, text, options)
@@ -193,7 +201,7 @@ def adopt_command(source: str, out: Path, options: AdoptOptions) -> None:
                     settings = options.model_dump(mode="json") | {"source": str(folder), "source_sha256": digests}
                     return _lineage(out.name, parent, tokenizer, network.config, info, meter, settings, options.before)
 
-                _write(out / CHECKPOINT, network, tokenizer, dtype, whole, lineage)
+                _write(out / CHECKPOINT, network, tokenizer, dtype, fp32, whole, lineage)
 
 
 def upcycling(experts: int | None, top_k: int | None, method: str, shared: int | None) -> Upcycling | None:
@@ -517,6 +525,7 @@ def _write(
     network: Network,
     tokenizer: Path,
     dtype: torch.dtype,
+    fp32: Collection[str],
     whole: Sequence[Path],
     lineage: Callable[[Mapping[Path, str]], Lineage],
 ) -> None:
@@ -530,6 +539,7 @@ def _write(
             presets=network.presets,
             lineage=lineage,
             dtype=dtype,
+            fp32=fp32,
             max_shard_bytes=SHARD_BYTES,
             whole=whole,
             advance=advance,

@@ -403,7 +403,7 @@ def export_command(source: Path, family: str | None, out: Path, dtype: str, gguf
             write_gguf(folder, out, dtype=short, advance=advance)
         return
     require_new_checkpoint(out, force)
-    checkpoint = read_checkpoint(folder)
+    checkpoint = read_checkpoint(folder, dtype=getattr(torch, dtype))
     chosen = kept_family(checkpoint.config, checkpoint.family) if family is None else parse_family(family)
     with progress(f"write {chosen}", unit="bytes") as advance:
         write_checkpoint(
@@ -414,7 +414,6 @@ def export_command(source: Path, family: str | None, out: Path, dtype: str, gguf
             tokenizer_dir=_tokenizer_of(folder),
             presets=checkpoint.presets,
             lineage=checkpoint.lineage,
-            dtype=getattr(torch, dtype),
             advance=advance,
         )
 

@@ -43,7 +43,7 @@ from stretto.model.headers import ELASTIC_FILE, INDEX_FILE, STRETTO_FILE, WEIGHT
 from stretto.model.quantised import CODES, SCALES, SHAPE, ZEROS, Dequantised, TensorSource
 from stretto.model.shard import Shard, ShardSource
 from stretto.model.spec import ModelConfig, SubnetChoice
-from stretto.model.stored import fill, from_stored, readable, to_stored
+from stretto.model.stored import ROUTERS, Dtypes, fill, from_stored, readable, to_stored
 from stretto.model.transformer import MoeLayer, Transformer, skeleton
 from stretto.model.weight_files import DTYPES, TensorFiles, copy_file, open_tensors, tensor_names, write_file
 from stretto.ops.int_weights import IntWeight, pack
@@ -107,6 +107,7 @@ def write_checkpoint(
     presets: Mapping[str, SubnetChoice] | None = None,
     lineage: Lineage | Callable[[Mapping[Path, str]], Lineage] | None = None,
     dtype: torch.dtype | None = None,
+    fp32: Collection[str] = (),
     integers: Mapping[str, IntWeight] = MappingProxyType({}),
     max_shard_bytes: int = _SHARD_BYTES,
     whole: Sequence[Path] = (),
@@ -122,7 +123,8 @@ def write_checkpoint(
         presets: named Subnets of an elastic network.
         lineage: the record to write, or a function that creates it from the SHA-256 of each file of ``whole``, called after the
             weights are written. Its ``weights_hash`` is set here.
-        dtype: dtype of the weights on disk; None: that of the model. Selection biases are always fp32.
+        dtype: dtype of the weights on disk; None: that of the model, whose routers may be fp32. Selection biases are always fp32.
+        fp32: routers (names in the state dict) that are fp32 on disk beside weights in ``dtype``.
         integers: integer weights by their names in the state dict, which are written in place of those of the state.
         max_shard_bytes: largest size of a file of weights.
         whole: safetensors files that already have tensors of the result, in ``family`` and ``dtype``; they are copied.
@@ -137,7 +139,10 @@ def write_checkpoint(
     folder = Path(folder)
     family = default_family(config) if family is None else check_family(config, family)
     state = model_or_state.state_dict() if isinstance(model_or_state, Transformer) else model_or_state
-    dtype = dtype or state["embedding.weight"].dtype
+    if dtype is None:
+        dtype = state["embedding.weight"].dtype
+        if dtype != torch.float32:
+            fp32 = {name for name in state if name.endswith(ROUTERS) and state[name].dtype == torch.float32}
     for choice in (presets or {}).values():
         choice.of(config)
     _refuse_other_files(folder)
@@ -147,7 +152,10 @@ def write_checkpoint(
         ids = {name: generation.get(name) for name in _TOKEN_IDS}
         single_ids = {name: value[0] if isinstance(value, list) else value for name, value in ids.items()}
         tree = to_hf(config, family, _dtype_name(dtype)) | single_ids
-        tensors = list(stored_tensors(config, family))
+        tensors = [
+            replace(stored, always_fp32=True) if stored.ours in fp32 else stored
+            for stored in stored_tensors(config, family)
+        ]
         if integers:
             tree["quantization_config"] = _integer_settings(tensors, integers)
         write_json(partial / "config.json", tree)
@@ -186,7 +194,7 @@ def read_checkpoint(
     The model is filled one tensor at a time, so the weights are in memory once.
 
     Args:
-        dtype: dtype of the weights; None: that of the embedding on disk.
+        dtype: dtype of the weights; None: as `Dtypes.on_disk`.
         without: weights (names in the state dict) that are not read and stay on the meta device.
         shard: read this rank's part of the network only; ``model`` and ``config`` of the result are those of the part.
 
@@ -203,14 +211,10 @@ def read_checkpoint(
             whole = readable(config, family, files, folder)
             config, files = shard.config(config), ShardSource(files, whole, shard)
         tensors = readable(config, family, files, folder)
-        dtype = dtype or files.dtype("model.embed_tokens.weight")
+        dtypes = Dtypes.on_disk(tensors, files, folder) if dtype is None else Dtypes(dtype)
         model = skeleton(config)
         state = {
-            name: torch.zeros(
-                tensor.shape,
-                dtype=torch.float32 if name.endswith(".bias_WE") else dtype,
-                device="meta" if name in without else device,
-            )
+            name: torch.zeros(tensor.shape, dtype=dtypes.of(name), device="meta" if name in without else device)
             for name, tensor in model.state_dict().items()
         }
         for stored in tensors:

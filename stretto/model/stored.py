@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -30,6 +30,40 @@ def readable(config: ModelConfig, family: Family, files: TensorSource, folder: P
         tensors.append(stored)
     _refuse_unexpected(files, tensors, config)
     return tensors
+
+
+ROUTERS = (".gate", ".gate_bias")
+"""Endings of the names of routers' tensors in our state dict. Their logits are computed in fp32."""
+
+
+@dataclass(frozen=True, slots=True)
+class Dtypes:
+    """Dtypes in memory of the tensors of a checkpoint."""
+
+    weights: torch.dtype
+    fp32: frozenset[str] = frozenset()
+    """Routers that are fp32 beside narrower weights, by their names in our state dict."""
+    rounded: tuple[str, ...] = ()
+    """Names on disk of norms and biases that are fp32 there and are rounded to ``weights``."""
+
+    @staticmethod
+    def on_disk(tensors: Sequence[Stored], files: TensorSource, folder: Path) -> Dtypes:
+        """fp32 if any matrix but a router has it in ``files``, else the dtype of the embedding. Routers in fp32 stay exact: a rounded
+        router chooses other experts."""
+        wide: dict[str, Stored] = {}
+        for stored in tensors:
+            place = None if stored.ours is None or stored.always_fp32 else _place(stored, files, folder)
+            if place is not None and files.dtype(place.name) == torch.float32:
+                wide[stored.name] = stored
+        routers = {str(stored.ours) for stored in wide.values() if str(stored.ours).endswith(ROUTERS)}
+        others = {name: stored for name, stored in wide.items() if stored.ours not in routers}
+        if any(len(stored.shape) > 1 and not str(stored.ours).endswith("bias") for stored in others.values()):
+            return Dtypes(torch.float32)
+        return Dtypes(files.dtype("model.embed_tokens.weight"), frozenset(routers), tuple(others))
+
+    def of(self, name: str) -> torch.dtype:
+        """Dtype of the tensor ``name`` of our state dict."""
+        return torch.float32 if name.endswith(".bias_WE") or name in self.fp32 else self.weights
 
 
 def _place(stored: Stored, files: TensorSource, folder: Path) -> Alias | None:

@@ -19,7 +19,7 @@ from stretto.model.checkpoint import StrettoFile, describe, fill_branches
 from stretto.model.families import Stored
 from stretto.model.headers import STRETTO_FILE
 from stretto.model.spec import ModelConfig
-from stretto.model.stored import fill, fill_rows, readable
+from stretto.model.stored import Dtypes, fill, fill_rows, readable
 from stretto.model.transformer import MoeLayer, Transformer, skeleton
 from stretto.model.weight_files import TensorFiles, open_tensors
 
@@ -31,8 +31,7 @@ class StreamedState(Mapping[str, Tensor]):
     """
 
     def __init__(self, folder: Path, dtype: torch.dtype | None = None) -> None:
-        """Open the files and read their headers. ``dtype``: dtype of all tensors except balance biases; None: that of the embedding on
-        disk.
+        """Open the files and read their headers. ``dtype``: dtype of all tensors except balance biases; None: as `Dtypes.on_disk`.
 
         Raises:
             UserError: as `read_checkpoint` does, except for errors in the values of tensors.
@@ -43,7 +42,7 @@ class StreamedState(Mapping[str, Tensor]):
         with ExitStack() as stack:
             self._files = stack.enter_context(open_tensors(folder))
             tensors = readable(config, self.description.family, self._files, folder)
-            self.dtype = dtype or self._files.dtype("model.embed_tokens.weight")
+            self.dtypes = Dtypes.on_disk(tensors, self._files, folder) if dtype is None else Dtypes(dtype)
             self._open_files = stack.pop_all()
         self._shapes = {name: tuple(tensor.shape) for name, tensor in skeleton(config).state_dict().items()}
         self._stored: dict[str, list[Stored]] = defaultdict(list)
@@ -80,7 +79,7 @@ class StreamedState(Mapping[str, Tensor]):
 
     def rows(self, name: str, start: int, stop: int) -> Tensor:
         """Rows ``start`` to ``stop`` of the tensor ``name``; other rows are not read. Not for balance biases."""
-        rows = torch.zeros((stop - start, *self._shapes[name][1:]), dtype=self.dtype)
+        rows = torch.zeros((stop - start, *self._shapes[name][1:]), dtype=self.dtypes.of(name))
         for stored in self._stored[part_of(name)]:
             if stored.ours == name and not stored.is_copy:
                 fill_rows(stored, self._files, start, rows, self.folder)
@@ -99,10 +98,7 @@ class StreamedState(Mapping[str, Tensor]):
 
     def _read(self, part: str, names: Collection[str]) -> dict[str, Tensor]:
         """The tensors ``names`` of ``part``. Also checks the constants of the part."""
-        state = {
-            name: torch.zeros(self._shapes[name], dtype=torch.float32 if name.endswith(".bias_WE") else self.dtype)
-            for name in names
-        }
+        state = {name: torch.zeros(self._shapes[name], dtype=self.dtypes.of(name)) for name in names}
         for stored in self._stored[part]:
             if stored.ours is None or stored.ours in names:
                 fill(stored, self._files, state, self.folder)
@@ -110,9 +106,9 @@ class StreamedState(Mapping[str, Tensor]):
             fill_branches(self.folder, self.config, state)
         return state
 
-    def unchanged(self, dtype: torch.dtype) -> tuple[Path, ...]:
-        """Tensor files with exactly the bytes that `write_checkpoint` would write for this network in its family and ``dtype``: all
-        their tensors have the names, shapes and dtypes of the result.
+    def unchanged(self, dtype: torch.dtype, fp32: Collection[str] = ()) -> tuple[Path, ...]:
+        """Tensor files with exactly the bytes that `write_checkpoint` would write for this network in its family, ``dtype`` and
+        ``fp32``: all their tensors have the names, shapes and dtypes of the result.
         """
         files = self._files
         if not isinstance(files, TensorFiles):
@@ -123,7 +119,8 @@ class StreamedState(Mapping[str, Tensor]):
             stored = known.get(name)
             if stored is None or stored.ours is None or stored.is_copy or name not in files.names:
                 return False
-            return files.stored_as(name) == (torch.float32 if stored.always_fp32 else dtype, stored.shape)
+            is_fp32 = stored.always_fp32 or stored.ours in fp32
+            return files.stored_as(name) == (torch.float32 if is_fp32 else dtype, stored.shape)
 
         return tuple(path for path, names in sorted(files.files.items()) if all(map(is_same, names)))
 

@@ -138,9 +138,9 @@ def merge(parents: Sequence[Path], base: Path | None, out: Path, options: MergeO
                 config=options.model_dump(mode="json") | merged,
             )
 
-        family, dtype = first.description.family, stack.enter_context(StreamedState(origin)).dtype
+        family, dtypes = first.description.family, stack.enter_context(StreamedState(origin)).dtypes
         num_elements = sum(math.prod(stored.shape) for stored in stored_tensors(first.config, family))
-        with meter, progress("merge", num_elements * dtype.itemsize, "bytes") as advance:
+        with meter, progress("merge", num_elements * dtypes.weights.itemsize, "bytes") as advance:
             write_checkpoint(
                 out,
                 MergedState([opened[folder] for folder in folders], first, options),
@@ -149,7 +149,8 @@ def merge(parents: Sequence[Path], base: Path | None, out: Path, options: MergeO
                 tokenizer_dir=origin,
                 presets=first.description.presets,
                 lineage=lineage,
-                dtype=dtype,
+                dtype=dtypes.weights,
+                fp32=dtypes.fp32,
                 max_shard_bytes=_SHARD_BYTES,
                 advance=advance,
             )

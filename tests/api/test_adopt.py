@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from stretto.api import adopt
 from stretto.base.paths import claimed
@@ -24,7 +25,7 @@ from stretto.text.chat import CHATML
 from stretto.text.tokenizer import train_tokenizer
 from tests.api.conftest import Result, Run, refused
 from tests.api.hub import hub
-from tests.model.checkpoints import IDS, NETWORKS, edit_json, forget_ours, network, put
+from tests.model.checkpoints import IDS, NETWORKS, edit_json, edit_tensors, forget_ours, network, put
 
 Make = Callable[..., Path]
 
@@ -128,6 +129,35 @@ def test_files_that_need_no_change_are_copied_and_others_are_not(stretto: Run, m
         for tensor, other in zip(narrow.state_dict().values(), wide.state_dict().values(), strict=True)
     )
     assert json.loads((tmp_path / "a/run.json").read_text())["data"] is None
+
+
+@pytest.mark.parametrize("dtype", ["auto", "bfloat16"])
+def test_routers_in_fp32_beside_bf16_weights(stretto: Run, make: Make, tmp_path: Path, dtype: str) -> None:
+    source = make("ernie")  # as ERNIE is published
+    gates: dict[str, torch.Tensor] = {}
+
+    def narrow(tensors: dict[str, torch.Tensor]) -> None:
+        gates.update({name: tensor for name, tensor in tensors.items() if name.endswith("mlp.gate.weight")})
+        is_wide = (*gates, "model.norm.weight")
+        tensors.update(
+            {name: x.bfloat16() for name, x in tensors.items() if "bias" not in name and name not in is_wide}
+        )
+
+    for file in source.glob("model-*"):
+        edit_tensors(file, narrow)
+    shown = adopted(stretto, source, tmp_path / "run", "--order", "none", "--dtype", dtype).out
+    assert ("model.norm.weight" in shown) == (dtype == "auto")
+    found: dict[str, torch.Tensor] = {}
+    for file in (tmp_path / "run/checkpoint").glob("model*.safetensors"):
+        found |= load_file(file)
+    kept = torch.float32 if dtype == "auto" else torch.bfloat16
+    assert all(torch.equal(found[name], gate.to(kept)) for name, gate in gates.items()) and gates
+    assert found["model.norm.weight"].dtype == found["model.embed_tokens.weight"].dtype == torch.bfloat16
+    again = adopted(stretto, tmp_path / "run", tmp_path / "again", "--order", "none").out
+    assert "model.norm.weight" not in again
+    assert stretto("export", source, "-o", tmp_path / "hf").code == 0
+    exported = load_file(tmp_path / "hf/model.safetensors")
+    assert all(torch.equal(exported[name], gate) for name, gate in gates.items())
 
 
 def test_few_calibration_tokens_are_fewer_rows(stretto: Run, make: Make, text: Path, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import resource
 import struct
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import gguf
 import pytest
 import tokenizers
 import torch
+from gguf import GGMLQuantizationType as Kind
 from tokenizers import decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM
 
@@ -21,12 +23,13 @@ from stretto.base.paths import read_json
 from stretto.model.checkpoint import read_checkpoint
 from stretto.model.families import from_hf
 from stretto.model.gguf import tokenizer as gguf_tokenizer
+from stretto.model.gguf import write
 from stretto.model.gguf.read import GgufFile, gguf_file, packaged
 from stretto.model.gguf.write import write_gguf
 from stretto.model.streamed import StreamedState
 from stretto.model.weight_files import TensorFiles
 from stretto.text.tokenizer import TURN_END, Tokenizer
-from tests.model.checkpoints import forget_ours
+from tests.model.checkpoints import edit_tensors, forget_ours
 from tests.model.test_gguf import NETWORKS, TEXTS, checkpoint, tokenizer
 
 __all__ = ["tokenizer"]
@@ -115,6 +118,42 @@ def test_every_type_is_read_as_the_library_has_it(
     steps = last.view(64, 1, 32).abs().amax(-1, keepdim=True) / 127
     assert ((read - last).view(64, 1, 32).abs() <= 0.51 * steps + 1e-3 * last.abs().max()).all()
     assert not torch.equal(read, last)
+
+
+def test_a_quantised_file_with_an_embedding_in_fp16_is_read_in_fp32(
+    tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As ``llama-quantize --token-embedding-type f16`` writes it."""
+
+    def with_embedding(*arguments: Any, tensors: Any = write._tensors) -> list[Any]:
+        return [replace(t, kind=Kind.F16) if t.name == "token_embd.weight" else t for t in tensors(*arguments)]
+
+    monkeypatch.setattr(write, "_tensors", with_embedding)
+    checkpoint(tmp_path, tokenizer, **NETWORKS["qwen"] | {"expert_intermediate_size": 32, "head_dim": 16})
+    write_gguf(tmp_path / "c", tmp_path / "c.gguf", "q8_0")
+    state = read_checkpoint(tmp_path / "c.gguf").model.state_dict()
+    with GgufFile(tmp_path / "c.gguf") as file:
+        assert file.dtype("model.embed_tokens.weight") == torch.float16
+        exact = file.read("model.layers.2.mlp.experts.7.down_proj.weight", (64, 32))
+    assert {tensor.dtype for tensor in state.values()} == {torch.float32}
+    assert torch.equal(state["blocks.2.mlp.down"][7], exact)
+
+
+def test_routers_and_norms_are_exact_in_a_gguf_file(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    checkpoint(tmp_path, tokenizer, **NETWORKS["qwen"])
+    names = ("model.layers.2.mlp.gate.weight", "model.norm.weight")
+    wide: dict[str, torch.Tensor] = {}
+
+    def narrow(tensors: dict[str, torch.Tensor]) -> None:
+        wide.update({name: tensors[name] for name in names})
+        tensors.update({name: tensor.bfloat16() for name, tensor in tensors.items() if name not in names})
+
+    edit_tensors(tmp_path / "c" / "model.safetensors", narrow)
+    write_gguf(tmp_path / "c", tmp_path / "c.gguf", "bf16")
+    with GgufFile(tmp_path / "c.gguf") as file:
+        assert all(torch.equal(file.read(name, tuple(tensor.shape)), tensor) for name, tensor in wide.items())
+    gate = read_checkpoint(tmp_path / "c.gguf").model.blocks[2].mlp.gate
+    assert torch.equal(gate, wide[names[0]])
 
 
 def test_rows_that_blocks_do_not_fill_are_refused(tmp_path: Path, tokenizer: Tokenizer) -> None:

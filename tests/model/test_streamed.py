@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from stretto.base.errors import UserError
 from stretto.evals.loss import EvalBatch
@@ -10,7 +11,7 @@ from stretto.model.checkpoint import read_checkpoint, weights_hash, write_checkp
 from stretto.model.streamed import StreamedNetwork, StreamedState, part_of
 from stretto.model.transformer import Context
 from stretto.model.weight_files import TensorFiles
-from tests.model.checkpoints import IDS, NETWORKS, drop, network, put, truncate
+from tests.model.checkpoints import IDS, NETWORKS, drop, edit_tensors, network, put, truncate
 
 BATCHES = tuple(EvalBatch(ids_BT, ids_BT.roll(-1, 1), Context.plain(ids_BT)) for ids_BT in IDS.split(1))
 
@@ -99,11 +100,46 @@ def test_written_from_a_streamed_state_equals_written_from_a_whole_one(tmp_path,
     assert len({weights_hash(tmp_path / folder) for folder in "bcd"}) == 1
 
 
+def test_routers_in_fp32_beside_narrower_weights_stay_exact(tmp_path):
+    model = network(**NETWORKS["qwen"][1])
+    write_checkpoint(tmp_path / "a", model, model.config, family="qwen3_moe", dtype=torch.bfloat16)
+    layers = model.config.moe_layers
+    gates = {f"model.layers.{layer}.mlp.gate.weight": model.blocks[layer].mlp.gate.detach() for layer in layers}
+    norm = {"model.norm.weight": model.norm.weight.detach()}
+    edit_tensors(tmp_path / "a" / "model.safetensors", lambda tensors: tensors.update(gates | norm))
+    found = read_checkpoint(tmp_path / "a").model
+    assert torch.equal(found.blocks[1].mlp.gate, model.blocks[1].mlp.gate)
+    assert {t.dtype for name, t in found.state_dict().items() if not name.endswith(("gate", "bias_WE"))} == {
+        torch.bfloat16
+    }
+    assert found.logits(IDS).isfinite().all()
+    write_checkpoint(tmp_path / "b", found, model.config, family="qwen3_moe")
+    with StreamedState(tmp_path / "a") as state:
+        assert state.dtypes.fp32 == {f"blocks.{layer}.mlp.gate" for layer in layers}
+        assert state.dtypes.rounded == ("model.norm.weight",)
+        whole = state.unchanged(state.dtypes.weights, state.dtypes.fp32)
+        assert state.unchanged(torch.bfloat16) == whole == ()
+        write_checkpoint(
+            tmp_path / "c", state, state.config, family="qwen3_moe", dtype=state.dtypes.weights, fp32=state.dtypes.fp32
+        )
+    for folder in "bc":
+        stored = load_file(tmp_path / folder / "model.safetensors")
+        assert all(torch.equal(stored[name], gate) for name, gate in gates.items())
+        assert stored["model.norm.weight"].dtype == torch.bfloat16
+    put("model.safetensors", "model.norm.weight", norm["model.norm.weight"].bfloat16())(tmp_path / "a")
+    with StreamedState(tmp_path / "a") as state:
+        assert state.unchanged(state.dtypes.weights, state.dtypes.fp32) == (tmp_path / "a" / "model.safetensors",)
+    put("model.safetensors", "lm_head.weight", model.head.weight.detach())(tmp_path / "a")
+    wide = read_checkpoint(tmp_path / "a").model
+    assert {tensor.dtype for tensor in wide.state_dict().values()} == {torch.float32}
+    assert torch.equal(wide.head.weight, model.head.weight)
+
+
 def test_fp16_is_computed_in_fp32(tmp_path):
     model = network(**NETWORKS["qwen"][1])
     write_checkpoint(tmp_path, model, model.config, family="qwen3_moe", dtype=torch.float16)
     with StreamedState(tmp_path) as state:
-        assert state.dtype == torch.float16
+        assert state.dtypes.weights == torch.float16
         streamed = StreamedNetwork(state.config, state)
         found = survey(streamed.model, BATCHES, left_out=2, hold=streamed.hold)
     assert found == survey(read_checkpoint(tmp_path, dtype=torch.float32).model, BATCHES, left_out=2)

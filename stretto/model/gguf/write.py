@@ -22,7 +22,7 @@ from torch import Tensor
 
 from stretto.base.errors import UserError
 from stretto.base.paths import replacing
-from stretto.model.checkpoint import read_checkpoint, read_integers
+from stretto.model.checkpoint import describe, read_integers
 from stretto.model.families import Family, Stored, stored_tensors, to_hf
 from stretto.model.gguf.names import (
     ARCHITECTURES,
@@ -37,6 +37,7 @@ from stretto.model.gguf.read import llama3_factors, llama3_scaling
 from stretto.model.gguf.tokenizer import add_tokenizer, rule_name
 from stretto.model.spec import ClampedSwiGlu, LatentAttention, ModelConfig, RopeScaling
 from stretto.model.stored import to_stored
+from stretto.model.streamed import StreamedState
 from stretto.ops.int_weights import IntWeight
 from stretto.text.tokenizer import load_tokenizer
 
@@ -144,8 +145,8 @@ def write_gguf(
         raise UserError(f"--dtype {dtype}: not a supported type of GGUF weights; choose {', '.join(_TYPES)}")
     if path.is_dir():
         raise UserError(f"{path}: a folder; name the file to write: {path / 'model.gguf'}")
-    checkpoint = read_checkpoint(folder)
-    config, family = checkpoint.config, checkpoint.family
+    description = describe(folder)
+    config, family = description.config, description.family
     reason = why_not_gguf(config, family)
     if reason is not None:
         raise UserError(
@@ -155,7 +156,7 @@ def write_gguf(
     pre = rule_name(folder / "tokenizer.json", tokenizer, pre_tokenizer)
     kind, file_type = _TYPES[dtype]
     architecture = next(each for each in ARCHITECTURES if each.family == family)
-    tensors, state = _tensors(config, family, architecture, kind), checkpoint.model.state_dict()
+    tensors = _tensors(config, family, architecture, kind)
     integers = read_integers(folder) if kind in _INTEGERS else {}
     tensors = [tensor.with_integers(integers) for tensor in tensors]
     uneven = next((tensor for tensor in tensors if tensor.shape[-1] % gguf.GGML_QUANT_SIZES[tensor.kind][0]), None)
@@ -163,7 +164,7 @@ def write_gguf(
         raise UserError(
             f"--dtype {dtype}: {uneven.name} has rows of {uneven.shape[-1]}, not a multiple of 32; choose bf16"
         )
-    with replacing(path) as partial:
+    with StreamedState(folder, torch.float32) as state, replacing(path) as partial:
         writer = gguf.GGUFWriter(partial, architecture.name)
         writer.add_type(gguf.GGUFType.MODEL)
         writer.add_name(folder.resolve().name)
