@@ -56,7 +56,7 @@ from stretto.model.parallel import device_name
 from stretto.model.spec import ModelConfig, SubnetChoice, count, droppable_layers
 from stretto.model.streamed import StreamedNetwork, StreamedState
 from stretto.model.upcycle import FAMILY as UPCYCLED
-from stretto.model.upcycle import UpcycledState, Upcycling, upcycled_config, upcycled_presets
+from stretto.model.upcycle import UpcycledState, Upcycling, refuse_fp16, upcycled_config, upcycled_presets
 from stretto.ops.tuning import rough_products
 from stretto.text.tokenizer import load_tokenizer
 from stretto.train.prepare import TextOptions, prepare_data, sources_named, tokenise_documents
@@ -180,6 +180,11 @@ def adopt_command(source: str, out: Path, options: AdoptOptions) -> None:
                     f"{str(dtype).removeprefix('torch.')}, the data type of the matrices; --dtype float32 keeps them exact"
                 )
             target = state.config if options.upcycling is None else upcycled_config(state.config, options.upcycling)
+            if options.dtype != "auto":
+                refuse_fp16(target, dtype)
+            elif options.upcycling is not None and target.only_ranks and dtype == torch.float16:
+                dtype = torch.bfloat16
+                say("--dtype auto: writing bfloat16, because float16 cannot hold the router weights of a split network")
             _require_room(out, Network(target, _family(state, options), state, {}), dtype)
             meter = Meter("adopt", device_name(torch.device("cpu")))
             whole = state.unchanged(dtype, fp32) if options.upcycling is None else ()

@@ -32,6 +32,7 @@ from stretto.evals.loss import EvalBatch
 from stretto.model.checkpoint import (
     Checkpoint,
     read_checkpoint,
+    read_config,
     read_integers,
     require_new_checkpoint,
     stores_integers,
@@ -43,6 +44,7 @@ from stretto.model.gguf.write import write_gguf
 from stretto.model.parallel import Ranks, device_name, join
 from stretto.model.spec import ModelConfig, Subnet, SubnetChoice, check_subnet, named_subnets, parse_subnet
 from stretto.model.transformer import Context, Transformer
+from stretto.model.upcycle import refuse_fp16
 from stretto.ops.int_weights import IntScheme
 from stretto.post.quantise import PARTS, gptq, round_to_nearest, schemes_of, untie
 from stretto.report.page import Cell, Plot, Table, Tabled
@@ -403,6 +405,7 @@ def export_command(source: Path, family: str | None, out: Path, dtype: str, gguf
             write_gguf(folder, out, dtype=short, advance=advance)
         return
     require_new_checkpoint(out, force)
+    refuse_fp16(read_config(folder), getattr(torch, dtype))
     checkpoint = read_checkpoint(folder, dtype=getattr(torch, dtype))
     chosen = kept_family(checkpoint.config, checkpoint.family) if family is None else parse_family(family)
     with progress(f"write {chosen}", unit="bytes") as advance:

@@ -35,7 +35,8 @@ FAMILY: Family = "glm4_moe"
 ROUTER_SCALE = 1e-5
 """Standard deviation of a split network's router logits. A gate 2·sigmoid(z) is about 1 + z/2, so weights deviate from 1 by about
 5e-6. Stretto ranks the sigmoids in fp64. In fp32, as in other software, scores near 1/2 are 3e-8 to 6e-8 apart, so one standard
-deviation has about a hundred distinct values."""
+deviation has about a hundred distinct values. The weights are smaller than the logits by the square root of the hidden size, a few
+steps of fp16 at most."""
 WIDTH_MULTIPLE = 8
 """Divisor of an expert's width: `torch.nn.functional.grouped_mm` needs rows of a multiple of 16 bytes, in bf16."""
 
@@ -89,7 +90,7 @@ class LayerPlan:
     neurons_W: Tensor | None
     """Neurons of the shared parts, then of each expert in turn, int64; None for copies."""
     gate_ED: Tensor
-    """Weights of the router."""
+    """Weights of the router, fp32."""
     bias_E: Tensor
     """Selection bias of the router, fp32: the part of the ranking that does not depend on the input."""
 
@@ -142,6 +143,14 @@ def upcycled_config(config: ModelConfig, how: Upcycling) -> ModelConfig:
     return result
 
 
+def refuse_fp16(config: ModelConfig, dtype: torch.dtype) -> None:
+    """Raises `UserError`: ``dtype`` is fp16 and ``config`` that of a split network."""
+    if config.only_ranks and dtype == torch.float16:
+        raise UserError(
+            "--dtype float16: the router weights of a network split into experts are too small for fp16; use bfloat16"
+        )
+
+
 def upcycled_presets(config: ModelConfig, how: Upcycling) -> dict[str, SubnetChoice]:
     """Presets of the upcycled network: ``half`` computes less, ``corner`` is smaller on every axis."""
     fewer_layers = max(min(config.num_layers, 4), config.num_layers - max(1, config.num_layers // 6))
@@ -187,7 +196,7 @@ def upcycled_layer(
 ) -> dict[str, Tensor]:
     """State dict of the `stretto.model.transformer.MoeLayer` that replaces a dense layer."""
     bias_BE = plan.bias_E.float().expand(config.num_branches, -1).clone()
-    router = {"gate": plan.gate_ED.to(gate_up_FD.dtype), "bias_WE": bias_BE}
+    router = {"gate": plan.gate_ED.float(), "bias_WE": bias_BE}
     gate_WD, up_WD = gate_up_FD.chunk(2)
     if plan.neurons_W is None:
         generator = torch.Generator().manual_seed(how.seed * 65_537 + layer)

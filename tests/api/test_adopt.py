@@ -204,6 +204,25 @@ def test_a_dense_network_with_experts_is_the_same_function(
     assert (ours.config.layer_order is not None) == with_text
 
 
+def test_fp16_cannot_hold_the_router_of_a_split_network(stretto: Run, make: Make, tmp_path: Path) -> None:
+    dense = {"num_layers": 6, "dense_layers": tuple(range(6)), "dense_intermediate_size": 64}
+    wide, narrow = make("glm, all dense", **dense), tmp_path / "narrow"
+    assert stretto("export", wide, "-o", narrow, "--dtype", "float16").code == 0
+    split = ("--order", "none", "--experts", 4, "--top-k", 2)
+    refused(
+        stretto("adopt", narrow, "-o", tmp_path / "no", *split, "--dtype", "float16"), "--dtype float16", "bfloat16"
+    )
+    assert "bfloat16" in adopted(stretto, narrow, tmp_path / "run", *split).out
+    found = read_checkpoint(tmp_path / "run/checkpoint").model
+    assert found.embedding.weight.dtype == torch.bfloat16
+    refused(
+        stretto("export", tmp_path / "run", "-o", tmp_path / "no", "--dtype", "float16"), "--dtype float16", "bfloat16"
+    )
+    assert stretto("export", tmp_path / "run", "-o", tmp_path / "file.gguf", "--gguf", "--dtype", "float16").code == 0
+    copies = ("--method", "copy", "--dtype", "float16")
+    adopted(stretto, narrow, tmp_path / "copies", *split, *copies)
+
+
 def test_an_elastic_network_keeps_its_orders(stretto: Run, make: Make, tmp_path: Path) -> None:
     order = tuple(tuple(reversed(range(8))) for _ in range(4))
     source = make("glm elastic", ours=True, expert_order=order)

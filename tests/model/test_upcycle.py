@@ -123,6 +123,13 @@ def test_one_layer_is_made_at_a_time() -> None:
     assert len(asked) == len(set(asked)) == len(dense.state_dict())
 
 
+def test_the_router_is_not_rounded_to_the_dtype_of_the_neurons() -> None:
+    _, state = upcycled(dense_network().half(), SPLIT)
+    assert state["blocks.1.mlp.down"].dtype == torch.float16
+    gate_ED = state["blocks.1.mlp.gate"]
+    assert gate_ED.dtype == torch.float32 and torch.equal(gate_ED, state._plans[1].gate_ED)
+
+
 @pytest.mark.parametrize("how", [SPLIT, COPY])
 def test_transformers_computes_the_same(how: Upcycling, tmp_path: Path) -> None:
     dense = dense_network(qk_norm=True, attention_bias=True)
