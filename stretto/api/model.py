@@ -29,7 +29,6 @@ from stretto.base.records import Lineage
 from stretto.engine.engine import Engine, stream
 from stretto.engine.loading import DTYPES, generation_ends, open_engine
 from stretto.engine.request import CONSOLE_PENALTY, Completion, EngineConfig, Phases, Request, Sampling
-from stretto.evals.loss import EvalBatch
 from stretto.model.checkpoint import Checkpoint, read_checkpoint, read_config, read_presets, stores_integers
 from stretto.model.parallel import join
 from stretto.model.spec import ModelConfig, Subnet, check_subnet, count, named_subnets
@@ -304,7 +303,8 @@ class Model:
     def generate(
         self, prompt: str | Sequence[str], *, subnet: SubnetLike = None, **sampling: Any
     ) -> Generation | list[Generation]:
-        """Continue a text, or several at once. An empty prompt begins a new document.
+        """Continue a text, or several at once. A prompt begins with the tokens that the tokenizer adds before a text, as the BOS of
+        Llama; an empty one begins a new document.
 
         Args:
             subnet: the size that generates.
@@ -318,7 +318,7 @@ class Model:
             UserError: no such size, a prompt longer than the context, or an impossible sampling value.
         """
         prompts = _texts(prompt, "prompt")
-        ids = [self.tokenizer.encode(text) or [self.tokenizer.eos_id] for text in prompts]
+        ids = [self.tokenizer.document(text) for text in prompts]
         completions = self._run(ids, self.subnet(subnet), _sampling(sampling))
         generations = [_generation(text, done) for text, done in zip(prompts, completions, strict=True)]
         return generations[0] if isinstance(prompt, str) else generations
@@ -330,7 +330,7 @@ class Model:
         if not isinstance(prompt, str):
             raise UserError("prompt: needs a text")
         check_text(prompt, "prompt")
-        ids = self.tokenizer.encode(prompt) or [self.tokenizer.eos_id]
+        ids = self.tokenizer.document(prompt)
         return stream(self._idle_engine(), ids, self.subnet(subnet), _sampling(sampling))
 
     @user_errors
@@ -425,8 +425,9 @@ class Model:
     @user_errors
     @torch.no_grad()
     def score(self, texts: str | Sequence[str], *, subnet: SubnetLike = None) -> Scores:
-        """Log-likelihood of each text over all its tokens. The first token is predicted from the end-of-document token, as in training.
-        A text longer than the context is cut into pieces, and each piece is scored on its own.
+        """Log-likelihood of each text over all its tokens. The first token is predicted from the tokens that the tokenizer adds before
+        a text, as the BOS of Llama, or else from the end-of-document token. A text longer than the context is cut into pieces, and each
+        piece is scored on its own.
 
         Args:
             texts: one text or several.
@@ -443,17 +444,21 @@ class Model:
             ids = self.tokenizer.encode(text)
             if not ids:
                 raise UserError("texts: one is empty; a text needs at least one token")
-            length = self.config.max_positions
+            length = self.config.max_positions + 1 - len(self._before)
             pieces = [ids[start : start + length] for start in range(0, len(ids), length)]
             nll = sum(self._nll(piece, chosen) for piece in pieces)
             rows.append(Score(text, -nll, len(ids), len(text.encode())))
         return Scores(rows)
 
+    @property
+    def _before(self) -> tuple[int, ...]:
+        """Tokens from which the first token of a scored text is predicted."""
+        return self.tokenizer.start or (self.tokenizer.eos_id,)
+
     def _nll(self, ids: list[int], subnet: Subnet) -> float:
-        inputs = torch.tensor([[self.tokenizer.eos_id, *ids[:-1]]], device=self.device)
+        inputs = torch.tensor([[*self._before, *ids[:-1]]], device=self.device)
         targets = torch.tensor(ids, device=self.device)
-        batch = EvalBatch(inputs, targets[None], Context.plain(inputs))
-        hidden_ND = self.module(batch.ids_BT, subnet, batch.ctx).hidden_BTD[0]
+        hidden_ND = self.module(inputs, subnet, Context.plain(inputs)).hidden_BTD[0, -len(ids) :]
         return float(head_loss(hidden_ND, self.module.head_VD.detach(), targets)[1].double().sum())
 
     @user_errors

@@ -167,7 +167,7 @@ def generate_command(source: Path, prompt: str, options: ServeOptions, sampling:
     check_text(prompt, "--prompt")
     opened, model = _open(source, options)
     assert model.tokenizer is not None
-    ids = model.tokenizer.encode(prompt) or [model.tokenizer.eos_id]
+    ids = model.tokenizer.document(prompt)
     room = opened.engine.max_len - len(ids)
     if 0 < room < sampling.max_tokens:
         _warn(

@@ -78,6 +78,8 @@ class Settings(Config):
     shard_bytes: int
     is_marked: bool = False
     """Whether every number includes whether a loss is taken of its token; otherwise all tokens are targets."""
+    start: tuple[int, ...] = ()
+    """Ids with which every document begins, and with ``is_marked`` every prompt without a chat template, as the BOS of Llama."""
 
     @property
     def token_dtype(self) -> np.dtype[np.unsignedinteger]:
@@ -253,22 +255,24 @@ def tokenise(
     *,
     processes: int | None = None,
     holdout: Holdout | None = None,
+    start: Sequence[int] = (),
     shard_bytes: int = 8 << 20,
     advance: Callable[[int], None] = lambda num_bytes: None,
     name: str | None = None,
 ) -> Manifest:
-    """Encode documents into token shards. Each document ends with the tokenizer's end-of-text token.
+    """Encode documents into token shards. Each document begins with ``start`` and ends with the tokenizer's end-of-text token.
 
     Memory is bounded by ``shard_bytes`` times the number of processes. After a kill, or after documents were appended, a second
     call encodes only the missing shards.
 
     Args:
         sources: documents of each split; names are ``train``, ``val`` or others.
-        tokenizer: special tokens spelled in a document are encoded as ordinary text. A `MarkingEncoder` writes the ends of
-            documents itself.
+        tokenizer: special tokens spelled in a document are encoded as ordinary text. A `MarkingEncoder` writes the starts and
+            ends of documents itself.
         out_dir: the data folder.
         processes: worker processes; None: the cores that this process may use. With 1, and for a single shard, this process works.
         holdout: the part of ``train`` that goes to ``val``; None: nothing.
+        start: ids that the tokenizer adds before a text.
         shard_bytes: UTF-8 bytes of text in a shard.
         advance: called with the bytes of text that were encoded or already finished.
         name: the user's name of the text, for messages; None: the data folder.
@@ -284,6 +288,7 @@ def tokenise(
         vocab_size=tokenizer.vocab_size,
         dtype="uint16" if tokenizer.vocab_size << is_marked <= 1 << 16 else "uint32",
         is_marked=is_marked,
+        start=tuple(start),
         val_fraction=holdout.fraction if holdout else 0.0,
         val_by=holdout.by if holdout else "documents",
         shard_bytes=shard_bytes,
@@ -394,7 +399,7 @@ def _encode(unit: _Unit, tokenizer: Encoder | MarkingEncoder, out_dir: Path, set
         sized = zip(unit.texts, unit.places, accumulate(map(len, unit.texts)), strict=True)
         for _, group in groupby(sized, key=lambda item: item[2] // _BATCH_CHARS):
             texts, places, _ = zip(*group, strict=True)
-            for ids in _encoded(tokenizer, texts, places):
+            for ids in _encoded(tokenizer, texts, places, settings.start):
                 block = np.array(ids, dtype).tobytes()
                 digest.update(block)
                 handle.write(block)
@@ -413,11 +418,13 @@ def _encode(unit: _Unit, tokenizer: Encoder | MarkingEncoder, out_dir: Path, set
     )
 
 
-def _encoded(tokenizer: Encoder | MarkingEncoder, texts: Sequence[str], places: Sequence[str]) -> list[list[int]]:
-    """Numbers of each text as they are stored, ends of documents included."""
+def _encoded(
+    tokenizer: Encoder | MarkingEncoder, texts: Sequence[str], places: Sequence[str], start: Sequence[int]
+) -> list[list[int]]:
+    """Numbers of each text as they are stored, starts and ends of documents included."""
     if isinstance(tokenizer, MarkingEncoder):
         return tokenizer.encode_marked(texts, places)
-    return [[*ids, tokenizer.eos_id] for ids in tokenizer.encode_batch(texts)]
+    return [[*start, *ids, tokenizer.eos_id] for ids in tokenizer.encode_batch(texts)]
 
 
 def is_slight(folder: Path, *others: str, most: int = 1) -> bool:
@@ -457,7 +464,7 @@ def _finish(
             f"{name}: too little text to hold any out ({size}); give more, raise --val-fraction, or name held-out text with --val"
         )
     hashes = {split: [shard.sha256 for shard in of_split] for split, of_split in splits.items()}
-    fields = settings.model_dump(exclude=set() if settings.is_marked else {"is_marked"})
+    fields = settings.model_dump(exclude={name for name in ("is_marked", "start") if not getattr(settings, name)})
     description = json.dumps([fields, domains, hashes], sort_keys=True)
     manifest = Manifest(
         settings=settings,

@@ -104,7 +104,8 @@ class Dialogue:
         if not messages:
             raise UserError("messages: the problem has none; give at least one message")
         if self.tokenizer.chat_template is None and not tools:
-            return self._encoded("".join(f"{message['content']}\n" for message in messages))
+            text = "".join(f"{message['content']}\n" for message in messages)
+            return np.array(self.tokenizer.document(text), np.int32)
         return np.array(self._chat(messages, tools), np.int32)
 
     def tool_turn(self, messages: Trees, tools: Trees, calls: Sequence[ToolCall], answers: Sequence[str]) -> np.ndarray:

@@ -140,6 +140,7 @@ class ChatBody(ShortChatBody, Generation):
     separate_reasoning: OnlyTrue = True
     stream_reasoning: OnlyTrue = True
     include_reasoning: OnlyTrue = True
+    add_special_tokens: OnlyFalse = False
 
 
 def read_chat(backend: Backend, tree: Any, rung: Rung) -> Answer:
@@ -277,6 +278,8 @@ class CompletionBody(Generation):
     best_of: int | None = Field(default=None, ge=1, le=MAX_CHOICES)
     parse_special: bool = True
     """Whether spellings of special tokens in a text prompt are those tokens, as clients that render templates expect."""
+    add_special_tokens: bool = True
+    """Whether a text prompt gets the tokens that the tokenizer adds before a text (BOS), unless it begins with them."""
 
     @field_validator("prompt", mode="before")
     @classmethod
@@ -298,7 +301,12 @@ def read_completion(backend: Backend, tree: Any, rung: Rung) -> Answer:
     parts: list[Any] = [body.prompt] if is_one else list(body.prompt)
     most = backend.model.max_len
     ids = (backend.prompts.text(part, body.parse_special, most) if isinstance(part, str) else part for part in parts)
-    prompts = [backend.check_ids(each, "prompt") for each in ids]
+    texts = [backend.check_ids(each, "prompt") for each in ids]
+    starts = [
+        backend.prompts.missing_start(ids) if isinstance(part, str) and body.add_special_tokens else ()
+        for part, ids in zip(parts, texts, strict=True)
+    ]
+    prompts = [(*start, *ids) for start, ids in zip(starts, texts, strict=True)]
     only_prompt = body.max_tokens == 0
     with named_by_client({"top_logprobs": "logprobs"}):
         job = backend.job(
@@ -312,8 +320,8 @@ def read_completion(backend: Backend, tree: Any, rung: Rung) -> Answer:
             prompt_logprobs=body.echo and body.logprobs is not None,
         )
     tokenizer = backend.model.tokenizer
-    echo = ["" if tokenizer is None else tokenizer.decode(ids) for ids in prompts] if body.echo else None
-    return TextAnswer(backend, job, echo, only_prompt)
+    echo = ["" if tokenizer is None else tokenizer.decode(ids) for ids in texts] if body.echo else None
+    return TextAnswer(backend, job, echo, [len(start) for start in starts], only_prompt)
 
 
 class TextAnswer(ChunkedAnswer):
@@ -321,8 +329,12 @@ class TextAnswer(ChunkedAnswer):
 
     kind = chunk_kind = "text_completion"
 
-    def __init__(self, backend: Backend, job: Job, echo: Sequence[str] | None, only_prompt: bool) -> None:
+    def __init__(
+        self, backend: Backend, job: Job, echo: Sequence[str] | None, num_added: Sequence[int], only_prompt: bool
+    ) -> None:
+        """``echo``: text of each prompt, None: none is asked for; ``num_added``: its tokens before this text."""
         super().__init__(backend, job, only_prompt)
+        self._num_added = [num for num in num_added for _ in range(job.body.n)]  # by choice
         self._echo = None if echo is None else [text for text in echo for _ in range(job.body.n)]  # by choice
         self._offsets = [0] * job.num_choices  # place in the text, echo included, where the next token begins
         self._places: dict[int, Detokenizer | None] = {}  # by choice, of streams
@@ -333,7 +345,7 @@ class TextAnswer(ChunkedAnswer):
         rows = chain(self._prompt_rows(done), (self._row(*each) for each in tokens))
         texts: list[str] = []
         if self.job.logprobs:
-            texts = [*self._prompt_texts(done), *([] if self._only_prompt else self._texts(done))]
+            texts = [*self._prompt_texts(index, done), *([] if self._only_prompt else self._texts(done))]
         return {"text": text, "logprobs": self._table(rows, texts), "finish_reason": done.finish_reason}
 
     def _token(self, index: int, event: TokenEvent) -> Iterator[bytes]:
@@ -354,7 +366,7 @@ class TextAnswer(ChunkedAnswer):
 
     def _end(self, index: int, done: Completion, rest: str) -> Iterator[bytes]:
         text = self._first_echo(index) if self._only_prompt else rest
-        table = None if self._echo is None else self._table(self._prompt_rows(done), self._prompt_texts(done))
+        table = None if self._echo is None else self._table(self._prompt_rows(done), self._prompt_texts(index, done))
         yield self._last_chunk(index, {"text": text}, done, **{} if table is None else {"prompt_logprobs": table})
 
     def _first_echo(self, index: int) -> str:
@@ -370,13 +382,14 @@ class TextAnswer(ChunkedAnswer):
             others.setdefault(self._spell(each.token)[0], finite(each.logprob))  # type: ignore[union-attr]
         return self._spell(token)[0], None if logprob is None else finite(logprob), others
 
-    def _prompt_texts(self, done: Completion) -> list[str]:
-        """Text that each token of the prompt completes, for an echo."""
+    def _prompt_texts(self, index: int, done: Completion) -> list[str]:
+        """Text that each token of the prompt completes, for an echo; empty for tokens that were added before the client's text."""
         tokenizer = self._tokenizer
         if self._echo is None or tokenizer is None:
             return [""] * (0 if self._echo is None else len(done.prompt))
         detokenizer = Detokenizer(tokenizer, tokenizer.special_ids)  # an echo shows special tokens
-        return [detokenizer.push([token]) for token in done.prompt]
+        num = self._num_added[index]
+        return [*[""] * num, *(detokenizer.push([token]) for token in done.prompt[num:])]
 
     def _prompt_rows(self, done: Completion) -> Iterator[_Row]:
         """Rows of the prompt's tokens for an echo. The first token has no log-probability."""

@@ -37,6 +37,9 @@ class TokenizeBody(Body):
     """Variables for the chat template, as of /v1/chat/completions."""
     parse_special: bool = True
     """Whether spellings of special tokens in ``prompt`` are those tokens."""
+    add_special_tokens: bool | None = None
+    """Whether ``prompt`` gets the tokens that the tokenizer adds before a text, as in /v1/completions; true if left out. Of messages, the
+    chat template writes them, and true is refused."""
 
     model_config = ConfigDict(
         json_schema_extra={
@@ -51,6 +54,10 @@ class TokenizeBody(Body):
     def _check(self) -> Self:
         if (self.prompt is None) == (self.messages is None):
             raise ValueError("give either prompt or messages")
+        if self.messages is not None and self.add_special_tokens:
+            raise ValueError(
+                "add_special_tokens must be false for messages, whose chat template writes them; leave it out"
+            )
         return self
 
 
@@ -170,6 +177,7 @@ class Info:
             ids = await asyncio.to_thread(prompts.chat, body.messages, *rest)
         else:
             ids = await asyncio.to_thread(prompts.text, body.prompt or "", body.parse_special)
+            ids = [*(() if body.add_special_tokens is False else prompts.missing_start(ids)), *ids]
         return JSONResponse({"tokens": ids, "count": len(ids), "max_model_len": self._model.max_len})
 
     async def detokenize(self, tree: Any) -> Response:

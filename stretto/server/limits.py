@@ -35,7 +35,7 @@ BodyT = TypeVar("BodyT", bound=Body)
 IGNORED = (
     *("user", "metadata", "service_tier", "safety_identifier", "verbosity", "reasoning_effort", "reasoning"),
     *("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "prediction"),
-    *("add_special_tokens", "max_tool_calls"),
+    "max_tool_calls",
 )
 """Fields accepted without effect: labels, hints about price, caching and effort, and defaults that clients spell out."""
 MAX_BODY_BYTES = 4 << 20

@@ -317,6 +317,11 @@ class Prompts:
             _check_length("prompt", self.tokenizer.least_tokens(text), max_len)
         return self.tokenizer.encode_rendered(text) if parse_special else self.tokenizer.encode(text)
 
+    def missing_start(self, ids: Sequence[int]) -> tuple[int, ...]:
+        """The tokens that the tokenizer adds before a text; none if ``ids``, a client's text, begins with them."""
+        start = self.tokenizer.start
+        return () if tuple(ids[: len(start)]) == start else start
+
     def thinks(self, ids: Sequence[int]) -> bool:
         """Whether a prompt ends with an opened block of reasoning."""
         end = self.tokenizer.decode(ids[-_NUM_LAST:]).rstrip()

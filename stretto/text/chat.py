@@ -502,6 +502,8 @@ class ChatEncoder:
     """
 
     tokenizer: Tokenizer
+    start: tuple[int, ...] = ()
+    """Ids before a prompt without a chat template; templates write them."""
 
     @property
     def vocab_size(self) -> int:
@@ -533,7 +535,7 @@ class ChatEncoder:
         messages = conversation["messages"]
         if conversation.get("is_plain"):
             prompt, answer = (self.tokenizer.encode(message["content"]) for message in messages)
-            answer = [*answer, self.tokenizer.eos_id]
+            prompt, answer = [*self.start, *prompt], [*answer, self.tokenizer.eos_id]
             return Chat((*prompt, *answer), (False,) * len(prompt) + (True,) * len(answer))
         if self.tokenizer.chat_template is None:
             raise UserError(

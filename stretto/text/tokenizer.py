@@ -2,7 +2,8 @@
 
 `Tokenizer.encode` is for text of users and data: a document that spells ``<|endoftext|>`` is ordinary text and decodes to itself.
 `Tokenizer.encode_rendered` is for text that a chat template rendered: such spellings become special tokens. Neither adds a token
-that is not in the text.
+that is not in the text. `Tokenizer.document` is for a text that is a whole document or begins one: it starts with the tokens that the
+post-processor adds, as the BOS of Llama and Mistral.
 
 Fast path of byte-level BPE: words repeat, and each is encoded separately. Splitting with the ``regex`` module and looking up the
 ids of each word in a table is several times faster than the Rust pipeline. The ids are equal:
@@ -21,7 +22,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import chain
+from itertools import chain, takewhile
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -70,6 +71,8 @@ class Tokenizer:
     vocab_size: int = field(init=False)
     """Largest token id plus one: the number of rows that an embedding needs."""
     eos_id: int = field(init=False)
+    start: tuple[int, ...] = field(init=False)
+    """Ids that the post-processor adds before a text, mostly the BOS token; empty for most tokenizers."""
     _parsing: tokenizers.Tokenizer = field(init=False, repr=False)
     _words: WordEncoder | None = field(init=False, repr=False)
 
@@ -84,7 +87,8 @@ class Tokenizer:
         self.rust.encode_special_tokens = True
         words = WordEncoder(self.rust, pattern) if (pattern := split_pattern(self.rust)) else None
         vocab_size = max(self.rust.get_vocab().values()) + 1
-        self.__dict__.update(vocab_size=vocab_size, eos_id=eos_id, _parsing=parsing, _words=words)
+        start = _added_before(self.rust)
+        self.__dict__.update(vocab_size=vocab_size, eos_id=eos_id, start=start, _parsing=parsing, _words=words)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Tokenizer, (self.rust, self.eos_token, self.chat_template, dict(self.config))
@@ -92,6 +96,10 @@ class Tokenizer:
     def encode(self, text: str) -> list[int]:
         """Ids of ``text``. Spellings of special tokens are ordinary text."""
         return self.encode_batch([text])[0]
+
+    def document(self, text: str) -> list[int]:
+        """Ids of ``text`` at the beginning of a document: `start`, then `encode`. Never empty: without both, the end-of-text token."""
+        return [*self.start, *self.encode(text)] or [self.eos_id]
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """`encode` of each text; much faster than separate calls."""
@@ -155,6 +163,17 @@ class Tokenizer:
         write_json(folder / "special_tokens_map.json", {n: self.config[n] for n in _NAMED_TOKENS if self.config.get(n)})
         if self.chat_template:
             write_text(folder / "chat_template.jinja", self.chat_template)
+
+
+def _added_before(rust: tokenizers.Tokenizer) -> tuple[int, ...]:
+    """Ids that the post-processor of ``rust`` adds before a text."""
+    if rust.post_processor is None:
+        return ()
+    probe = tokenizers.Tokenizer(models.WordLevel({"a": 0}, unk_token="a"))  # has a token for the text, unlike some
+    probe.post_processor = rust.post_processor
+    encoding = probe.encode("a")
+    added = takewhile(lambda pair: pair[1] is None, zip(encoding.ids, encoding.sequence_ids, strict=True))
+    return tuple(token for token, _ in added)
 
 
 def _ids_of(rust: tokenizers.Tokenizer, text: str) -> list[int]:

@@ -71,9 +71,9 @@ class TextOptions:
         name = Path(source).name.partition(".")[0]
         return ConversationForm(domain=name) if self.is_chat else Fields(text=self.text_field)
 
-    def encoder(self, tokenizer: Tokenizer) -> Encoder | MarkingEncoder:
-        """Encoder from documents to tokens."""
-        return ChatEncoder(tokenizer) if self.is_chat else tokenizer
+    def encoder(self, tokenizer: Tokenizer, start: tuple[int, ...] = ()) -> Encoder | MarkingEncoder:
+        """Encoder from documents to tokens. ``start``: ids before a prompt without a chat template."""
+        return ChatEncoder(tokenizer, start) if self.is_chat else tokenizer
 
 
 AS_IT_IS = TextOptions()
@@ -363,13 +363,15 @@ def _encode(
     text: TextOptions,
     name: str | None = None,
 ) -> Manifest:
-    before, encoder = read_settings(out), text.encoder(tokenizer)
+    before = read_settings(out)
+    start = tokenizer.start if before is None else before.start  # one of an older version stays as it is
+    encoder = text.encoder(tokenizer, start)
     if (
         before is None or before.tokenizer == encoder.fingerprint()
     ):  # else `tokenise` raises and the old tokenizer must stay
         tokenizer.save(out / TOKENIZER)
     with progress("tokenise", unit="bytes") as advance:
-        return tokenise(sources, encoder, out, holdout=holdout, advance=advance, name=name)
+        return tokenise(sources, encoder, out, holdout=holdout, start=start, advance=advance, name=name)
 
 
 def _summary(manifest: Manifest, is_val_elsewhere: bool = False) -> str:

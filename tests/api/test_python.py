@@ -17,6 +17,7 @@ from typing import Any
 import httpx
 import pytest
 import torch
+import transformers
 
 import stretto
 from stretto.api.evaluate import Evaluated, _eval_folders, _named
@@ -29,7 +30,9 @@ from stretto.cli.main import SECTIONS
 from stretto.engine.request import Completion, Sampling
 from stretto.server.messages import Prompts
 from stretto.tasks.task import Answer, Problem, Score, TaskSource
+from stretto.text.tokenizer import load_tokenizer
 from tests.api.conftest import HEALING, RECIPE
+from tests.starts import llama_like
 
 PROMPT = "line 3: 9"
 
@@ -134,6 +137,27 @@ def test_a_score_is_the_sum_of_log_probabilities(model: stretto.Model) -> None:
     assert found[0].bits_per_byte == pytest.approx(-float(expected) / len(text) / 0.693147, rel=1e-5)
     assert "bits/byte" in found._repr_html_() and len(found) == 2
     assert model.score(text).bits_per_byte > 0
+
+
+def test_texts_begin_with_what_the_tokenizer_adds(served_run: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(served_run, tmp_path / "run") / "checkpoint"
+    llama_like(load_tokenizer(folder)).save(folder)
+    told = stretto.load(folder, device="cpu")
+    theirs = transformers.AutoTokenizer.from_pretrained(folder)
+    ids = theirs(PROMPT).input_ids
+    assert ids[1:] == told.tokenizer.encode(PROMPT)
+    asked = told._run([ids, ids[:1]], told.subnet(None), Sampling(max_tokens=12, temperature=0, repetition_penalty=1.1))
+    done = told.generate([PROMPT, ""], max_tokens=12)
+    assert [each.token_ids for each in done] == [each.tokens for each in asked]
+    assert "".join(told.stream(PROMPT, max_tokens=12)) == asked[0].text
+    logits_TV = told.logits(ids[:-1])[0]
+    expected = logits_TV.log_softmax(-1)[range(len(ids) - 1), ids[1:]].double().sum()
+    [scored] = told.score(PROMPT)
+    assert scored.log_likelihood == pytest.approx(float(expected), abs=len(ids) * 2**-21)
+    assert scored.num_tokens == len(ids) - 1
+    limit = told.config.max_positions
+    long = told.score("a" * 3 * limit)  # each piece begins so
+    assert long[0].num_tokens == len(told.tokenizer.encode("a" * 3 * limit))
 
 
 @pytest.mark.parametrize(

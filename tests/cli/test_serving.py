@@ -18,6 +18,7 @@ from typing import Any
 
 import httpx
 import pytest
+from transformers import AutoTokenizer
 
 from bench.common.server import serving
 from stretto import load
@@ -34,9 +35,11 @@ from stretto.server.elastic import Least, ServedModel
 from stretto.server.messages import Message, Prompts
 from stretto.server.server import ServeSettings
 from stretto.text.chat import CHATML, render
+from stretto.text.tokenizer import load_tokenizer
 from tests.api.conftest import PRESETS, SERVED, Result, Run, refused
 from tests.engine.engines import network
 from tests.server.live import live
+from tests.starts import llama_like
 
 LONGEST = 100
 """Tokens of a stream long enough to be open when the signal comes."""
@@ -160,6 +163,17 @@ def generate(stretto: Run, run: Path, *arguments: object, prompt: str = "steps =
 def test_a_checkpoint_is_served_in_the_dtypes_that_load_takes(stretto: Run, served_run: Path) -> None:
     told = generate(stretto, served_run, "--dtype", "float16", "--temperature", 0)
     assert load(served_run, dtype="float16").generate("steps = 6", max_tokens=12).text in told.out
+
+
+def test_a_prompt_begins_with_what_the_tokenizer_adds(stretto: Run, served_run: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(served_run, tmp_path / "run") / "checkpoint"
+    bos = llama_like(load_tokenizer(folder))
+    bos.save(folder)
+    told = generate(stretto, folder, "--temperature", 0)
+    full = load(folder, device="cpu").config.full()
+    ids = AutoTokenizer.from_pretrained(folder)("steps = 6").input_ids
+    assert ids == [bos.rust.token_to_id("<|im_start|>"), *bos.encode("steps = 6")]
+    assert answer(folder, ids, full) in told.out
 
 
 def answer(run: Path, ids: Sequence[int], subnet: Subnet, max_tokens: int = 12) -> str:

@@ -8,11 +8,14 @@ import json
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import httpx
 import numpy as np
 import pytest
+import transformers
 
 from bench.common.naive_engine import generate_naive
 from stretto.engine.request import Sampling
@@ -20,10 +23,11 @@ from stretto.model.spec import ModelConfig
 from stretto.model.transformer import build
 from stretto.server import elastic
 from stretto.server.elastic import ServedModel
-from stretto.server.messages import Prompts
+from stretto.server.messages import Message, Prompts
 from stretto.text.stream import Detokenizer
 from stretto.text.tokenizer import Tokenizer
 from tests.server.templates import TEMPLATES
+from tests.starts import llama_like
 
 PATH, TEXT = "/v1/chat/completions", "/v1/completions"
 HELLO: dict[str, Any] = {"messages": [{"role": "user", "content": "Hello 🙂"}], "max_tokens": 6, "seed": 1}
@@ -447,3 +451,70 @@ def test_a_burst_gets_smaller_subnets_only_above_a_floor(
     assert any(elastic["given_reason"] == "load" for elastic in left_open)
     refused = [answer for answer in answers if answer.status_code == 429]
     assert refused and all(int(answer.headers["retry-after"]) >= 1 for answer in refused)
+
+
+@pytest.fixture(scope="module")
+def bos(tokenizer: Tokenizer) -> Tokenizer:
+    return llama_like(tokenizer)
+
+
+@pytest.fixture
+def ask_bos(ask: Ask, served: ServedModel, bos: Tokenizer) -> Ask:
+    """Requests to a server whose tokenizer adds a token before each text."""
+    return partial(ask, served=replace(served, tokenizer=bos))
+
+
+def test_a_text_prompt_begins_with_what_the_tokenizer_adds(ask_bos: Ask, bos: Tokenizer, tmp_path: Path) -> None:
+    """As in transformers, but never twice; token ids are taken as they are."""
+    bos.save(tmp_path)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    plain = bos.encode("The cat")
+    bodies = [
+        ({"prompt": "The cat"}, theirs("The cat").input_ids),
+        ({"prompt": "The cat", "add_special_tokens": True}, [*bos.start, *plain]),
+        ({"prompt": "The cat", "add_special_tokens": False}, plain),
+        ({"prompt": "<|im_start|>The cat"}, [*bos.start, *plain]),
+        ({"prompt": "<|im_start|>The cat", "parse_special": False}, [*bos.start, *bos.encode("<|im_start|>The cat")]),
+        ({"prompt": plain}, plain),
+        ({"prompt": ["The cat", "<|im_start|>The cat"]}, [*bos.start, *plain]),
+    ]
+    for body, expected in bodies:
+        done = complete(ask_bos, **body, return_token_ids=True)
+        assert all(choice["prompt_token_ids"] == expected for choice in done["choices"]), body
+        assert done["usage"]["prompt_tokens"] == len(expected) * len(done["choices"])
+        if isinstance(body["prompt"], str):
+            told = ask_bos("POST", "/tokenize", json=body).json()
+            assert told["tokens"] == expected and told["count"] == len(expected)
+    body = {"messages": [{"role": "user", "content": "x"}]}
+    told = ask_bos("POST", "/tokenize", json=body | {"add_special_tokens": False}).json()["tokens"]
+    assert told == Prompts(bos).chat([Message(role="user", content="x")])
+    for path in ("/tokenize", TEXT.replace("completions", "chat/completions")):
+        refused = ask_bos("POST", path, json=body | {"add_special_tokens": True})
+        assert refused.status_code == 400 and "add_special_tokens" in refused.text and "false" in refused.text
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_echo_is_the_clients_text(ask_bos: Ask, bos: Tokenizer, stream: bool) -> None:
+    """The added token has a row, without text, so the first token of the text has a log-probability."""
+    prompts = ["The cat", "<|im_start|>The cat"]
+    body = {"prompt": prompts, "echo": True, "logprobs": 0, "seed": 5, "max_tokens": 3, "ignore_eos": True}
+    body |= {"temperature": 0}
+    if stream:
+        frames = ask_bos("POST", TEXT, json=body | {"stream": True}).text.split("\n\n")[:-2]
+        choices = [json.loads(frame.removeprefix("data: "))["choices"][0] for frame in frames]
+        tables = [choice["prompt_logprobs"] for choice in choices if choice.get("prompt_logprobs")]
+        texts = ["".join(each["text"] for each in choices if each["index"] == index) for index in range(2)]
+        after = [next(each["logprobs"] for each in choices if each["index"] == index) for index in range(2)]
+        assert [each["text_offset"][0] for each in after] == list(map(len, prompts))
+    else:
+        choices = ask_bos("POST", TEXT, json=body).json()["choices"]
+        tables, texts = [choice["logprobs"] for choice in choices], [choice["text"] for choice in choices]
+    assert texts[0].startswith(prompts[0]) and texts[1] == f"<|im_start|>{texts[0]}"
+    added, spelt = tables
+    assert added["tokens"][0] == "<|im_start|>" and added["token_logprobs"][0] is None
+    assert all(value is not None for value in added["token_logprobs"][1:])
+    # the second prompt may find its tokens in the cache: sums in another order, of fp32 values of magnitude up to ~8
+    assert added["token_logprobs"][1:] == pytest.approx(spelt["token_logprobs"][1:], abs=1e-5)
+    assert added["tokens"] == spelt["tokens"]
+    size = len("<|im_start|>")
+    assert added["text_offset"] == [0, *(place - size for place in spelt["text_offset"][1:])]

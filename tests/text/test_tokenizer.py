@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import tokenizers
+import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -21,6 +22,7 @@ from stretto.text.tokenizer import (
     split_pattern,
     train_tokenizer,
 )
+from tests.starts import llama_like
 
 TEXT = [
     Path(module.__file__).read_text(),
@@ -241,3 +243,37 @@ def test_named_tokens_that_are_none(tmp_path: Path, tokenizer: Tokenizer) -> Non
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     loaded = load_tokenizer(tmp_path)
     assert loaded.named_id("bos_token") is loaded.named_id("pad_token") is loaded.chat_template is None
+
+
+@pytest.mark.parametrize(
+    ("single", "start"),
+    [
+        ("<|im_start|> $A", [1]),
+        ("<|im_start|> <|endoftext|> $A <|endoftext|>", [1, 0]),
+        ("$A <|endoftext|>", []),
+        (None, []),
+    ],
+)
+def test_a_document_begins_as_in_transformers(
+    tokenizer: Tokenizer, tmp_path: Path, single: str | None, start: list[int]
+) -> None:
+    """Behind other post-processors, too, and never ended by them."""
+    other = tokenizer if single is None else llama_like(tokenizer, single)
+    offsets = tokenizers.processors.ByteLevel(trim_offsets=False)
+    if single is not None:
+        other.rust.post_processor = tokenizers.processors.Sequence([offsets, other.rust.post_processor])
+    other.save(tmp_path)
+    loaded = pickle.loads(pickle.dumps(load_tokenizer(tmp_path)))
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    num_after = 0 if single is None else single.partition("$A")[2].count("<|")
+    for text in ("x", "the text of <|im_start|>", " "):
+        ids = theirs(text, split_special_tokens=True).input_ids
+        assert loaded.document(text) == ids[: len(ids) - num_after]
+        assert loaded.encode(text) == tokenizer.encode(text)
+    assert list(loaded.start) == start and loaded.document("") == (start or [tokenizer.eos_id])
+
+
+def test_the_tokens_before_a_text_need_no_token_of_the_text() -> None:
+    rust = tokenizers.Tokenizer(tokenizers.models.WordLevel({"<s>": 0, "</s>": 1, "b": 2}))
+    rust.post_processor = tokenizers.processors.RobertaProcessing(("</s>", 1), ("<s>", 0))
+    assert Tokenizer(rust, "</s>").start == (0,)

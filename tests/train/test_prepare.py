@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import random
+import shutil
 from pathlib import Path
 
 import pytest
+import transformers
 
 from stretto.base.errors import UserError
-from stretto.data.shards import read_manifest
-from stretto.text.tokenizer import load_tokenizer
+from stretto.data.shards import MANIFEST, TokenSet, read_manifest
+from stretto.text.tokenizer import load_tokenizer, train_tokenizer
 from stretto.train.prepare import TextOptions, prepare_data, tokenise_data
+from tests.starts import llama_like
 
 
 def text(path: Path, num_words: int, num_lines: int) -> str:
@@ -96,3 +100,61 @@ def test_what_a_refused_text_left_does_not_refuse_other_text(tmp_path: Path) -> 
             tokenise_data([str(short)], out, None, 400)
     manifest = tokenise_data([text(tmp_path / "a.txt", 50, 200)], out, None, 400)
     assert read_manifest(out) == manifest and not (out / "unfinished").exists()
+
+
+def documents(folder: Path, split: str = "train") -> list[list[int]]:
+    data = TokenSet(folder, split, verify=True)
+    return [data.document(number).tolist() for number in range(data.num_documents)]
+
+
+def test_documents_begin_with_what_the_tokenizer_adds(tmp_path: Path) -> None:
+    """As transformers encodes them, in the training and in the held-out part."""
+    plain = tmp_path / "plain"
+    source = tmp_path / "a.jsonl"
+    source.write_text("".join(f'{{"text": "line {number} of text"}}\n' for number in range(300)))
+    tokenise_data([str(source)], plain, None, 300)
+    own = load_tokenizer(plain / "tokenizer")
+    bos = llama_like(own)
+    bos.save(tmp_path / "tokenizer")
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "tokenizer")
+    mixture, _, _ = prepare_data(tmp_path / "run", [str(source)], tmp_path / "tokenizer", 400)
+    folder = mixture.parts[0].path
+    assert documents(folder)[0] == [*theirs("line 0 of text").input_ids, bos.eos_id]
+    assert all(ids[:1] == list(bos.start) for split in ("train", "val") for ids in documents(folder, split))
+    assert [ids[1:] for ids in documents(folder)] == documents(plain), "the rest is the same"
+    assert read_manifest(folder).settings.start == bos.start and read_manifest(plain).settings.start == ()
+
+
+def test_a_folder_without_the_tokens_before_a_text_stays_without(tmp_path: Path) -> None:
+    """One of an older version, whose manifest does not have the field; text is appended to it."""
+    source = Path(text(tmp_path / "a.txt", 50, 200))
+    tokenise_data([str(source)], tmp_path / "plain", None, 300)
+    llama_like(load_tokenizer(tmp_path / "plain" / "tokenizer")).save(tmp_path / "tokenizer")
+    tokenizer = load_tokenizer(tmp_path / "tokenizer")
+    old = tmp_path / "old"
+    shutil.copytree(tmp_path / "plain", old)
+    manifest = json.loads((old / MANIFEST).read_text())
+    manifest["settings"] |= {"tokenizer": tokenizer.fingerprint()}
+    del manifest["settings"]["start"]
+    (old / MANIFEST).write_text(json.dumps(manifest))
+    mixture, _, _ = prepare_data(tmp_path / "run", [str(old)], tmp_path / "tokenizer", 400)
+    before = documents(mixture.parts[0].path)
+    assert before == documents(tmp_path / "plain")
+    source.write_text(source.read_text() + "\nmore words")
+    for _ in range(2):
+        again = tokenise_data([str(source)], old, tmp_path / "tokenizer", 400)
+        assert again.settings.start == () and documents(old)[0][0] != tokenizer.start[0]
+
+
+def test_a_plain_prompt_of_a_conversation_begins_as_a_document(tmp_path: Path) -> None:
+    told = [{"prompt": f"What is {n}?", "completion": f"It is {n}."} for n in range(40)]
+    (tmp_path / "c.jsonl").write_text("".join(f"{json.dumps(each)}\n" for each in told))
+    own = train_tokenizer(iter(map(str, told)), 300)
+    bos = llama_like(own)
+    bos.save(tmp_path / "tokenizer")
+    options = TextOptions(is_chat=True, holds_out=False)
+    mixture, _, _ = prepare_data(tmp_path / "run", [str(tmp_path / "c.jsonl")], tmp_path / "tokenizer", 400, options)
+    expected = [*bos.start, *own.encode("What is 0?"), *own.encode("It is 0."), own.eos_id]
+    assert documents(mixture.parts[0].path)[0] == expected
+    data = TokenSet(mixture.parts[0].path)
+    assert not data.learnt(0)[: len(own.encode("What is 0?")) + 1].any()  # type: ignore[index]

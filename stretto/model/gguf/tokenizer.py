@@ -217,7 +217,7 @@ def add_tokenizer(writer: gguf.GGUFWriter, tokenizer: Tokenizer, vocab_size: int
     if turn_end is not None:
         writer.add_eot_token_id(turn_end)
     added_ids = tokenizer.rust.encode("").ids  # those that a post-processor adds to every text
-    writer.add_add_bos_token(added_ids[:1] == [ids["bos"]])
+    writer.add_add_bos_token(tokenizer.start[:1] == (ids["bos"],))
     writer.add_add_eos_token(added_ids[-1:] == [tokenizer.eos_id] and tokenizer.eos_id != ids["bos"])
     writer.add_add_space_prefix(False)
     if tokenizer.chat_template:
