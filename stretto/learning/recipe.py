@@ -60,6 +60,7 @@ STEERING = (
     "train.snapshot_every",
     "train.snapshot_minutes",
     "train.keep_snapshots",
+    "distill.kl_floor",
 )
 """Other fields that a resumed run may change, with effect on the steps that follow. Its lineage lists the changes."""
 

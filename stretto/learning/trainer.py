@@ -506,8 +506,8 @@ class TrainerRole:
                 continue
             raise UserError(
                 f"distill.teachers.{name}: differs from the student by {kl_N[here_N].mean():.1e} nats a token of source "
-                f"{source!r}, less than distill.kl_floor {self._distill.kl_floor:g}: is it the student itself? Name another "
-                "checkpoint, or set distill.kl_floor = 0"
+                f"{source!r}, less than distill.kl_floor {self._distill.kl_floor:g}: is it the student itself? If so, "
+                "name another checkpoint and a new --out, or set distill.kl_floor = 0 and add --resume"
             )
 
     def _update(self, update: Sequence[Pass]) -> StepResult:

@@ -86,6 +86,22 @@ def test_a_student_begins_with_its_merged_teachers(stretto: Run, plain: Path, se
     assert resumed.code == 0, resumed
 
 
+@pytest.mark.slow
+def test_a_run_stopped_by_the_kl_floor_continues_without_it(
+    stretto: Run, plain: Path, served_run: Path, tmp_path: Path
+) -> None:
+    """As for a teacher that an RL run left almost unchanged."""
+    near, run = tmp_path / "near", tmp_path / "run"
+    checkpoint = read_checkpoint(served_run / "checkpoint")
+    state = {name: each * (1 + 1e-5) for name, each in checkpoint.model.state_dict().items()}
+    write_checkpoint(near, state, checkpoint.config, tokenizer_dir=served_run / "checkpoint")
+    arguments = ("distill", plain, "--model", served_run, "--teacher", f"flip={near}", "-o", run, *SMALL)
+    remedies = ("name another checkpoint and a new --out", "or set distill.kl_floor = 0 and add --resume")
+    refused(stretto(*arguments), "distill.teachers.flip: differs from the student by", *remedies)
+    done = stretto(*arguments, "--set", "distill.kl_floor=0", "--resume")
+    assert done.code == 0, done
+
+
 def test_what_is_refused(stretto: Run, plain: Path, served_run: Path, tmp_path: Path) -> None:
     run, other = tmp_path / "run", tmp_path / "other"
     shutil.copytree(served_run / "checkpoint", other)
