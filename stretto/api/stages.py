@@ -340,7 +340,8 @@ def elasticize(
 
     Args:
         source: run or checkpoint.
-        out: new run folder; None: an adopted run is trained in place, and its original checkpoint stays in ``adopted/``.
+        out: new run folder; None, or ``source`` itself: an adopted run is trained in place, and its original checkpoint stays in
+            ``adopted/``.
         teacher: run or checkpoint to distil from.
         cache_logits: number of the teacher's log-probabilities per token to keep on disk, so that it need not stay in memory.
         trainable: ``all``, or ``routers`` for routers, norms and biases only.
@@ -359,7 +360,8 @@ def elasticize(
     """
     keys = {"trainable": trainable, "cached_logits": cache_logits, "train.steps": steps}
     parsed = read_recipe(recipe, ElasticizeRecipe, overriding(settings, keys))
-    folder, in_place = model_path(source) if out is None else user_path(out, "out"), out is None
+    folder = model_path(source) if out is None else user_path(out, "out")
+    in_place = out is None or folder.resolve() == model_path(source).resolve()
     resume = has_begun(folder, resume, in_place)
     ranks, named = join(device, parsed.train.ep), listed_data(data)
     text = TextOptions(held_out_path(val), val_fraction, text_field)

@@ -88,7 +88,7 @@ def test_in_place_from_adopted_to_healed(stretto: Run, adopted: Callable[..., Pa
     refused(stretto("search", run), "--data", "adopted without text")
     assert "chosen:" in ok("search", run, "--data", text, "--max-total", 0.9)
     assert "logits differ by" in ok("extract", run, "--subnet", "layers=5", "-o", run / "early")
-    told = ok("elasticize", run, "--data", text, *SMALL)
+    told = ok("elasticize", run, "--data", text, *SMALL, "-o", run)  # as without -o
     assert f"next: stretto latency {run}; stretto search {run} --max-total" in told
     assert (run / "adopted" / "model.safetensors").read_bytes() == before
     assert not (run / "elasticized").exists()
