@@ -37,6 +37,8 @@ _ARCHIVES = (".zip", ".tar", ".tgz", ".tbz", ".txz", ".7z", ".rar")
 _DOCUMENTS = (".pdf", ".doc", ".docx", ".odt", ".rtf", ".epub", ".mobi", ".ipynb", ".xlsx")
 SPLITS = {"train": "train", "val": "val", "valid": "val", "validation": "val", "dev": "val", "test": "test"}
 _WORDS = re.compile("[a-z]+")
+_NOUNS = re.compile(r"\b(document|conversation|folder|file|split)s\b")
+_SMALLER = "{}, because the folder has more bytes of {}: read if named with another --data"
 _SKIPPED_FOLDERS = ("__pycache__", "node_modules")
 
 
@@ -62,6 +64,7 @@ class LeftOut:
         parts = []
         for reason, (num, size, first) in sorted(self._by_reason.items(), key=lambda item: -item[1][0]):
             example = "" if reason.startswith(".") else f" ({first}{', …' if num > 1 else ''})"
+            reason = _NOUNS.sub(r"\1", reason, count=1) if num == 1 else reason
             parts.append(f"{num:,} {reason}{example}" + (f", {numbers.size_in_bytes(size)}" if size else ""))
         return "; ".join(parts)
 
@@ -167,9 +170,9 @@ def _one_kind(path: Path, files: Sequence[Path], left_out: LeftOut) -> list[Path
     if not records and not texts:
         records = [file for file in files if kind_of(file) == ".json"]
     num_record_bytes, num_text_bytes = (sum(file.stat().st_size for file in group) for group in (records, texts))
-    chosen, others, reason = (records, texts, "of text beside more records")
+    chosen, others, reason = (records, texts, _SMALLER.format("text files", "JSONL, CSV and Parquet"))
     if num_text_bytes > num_record_bytes:
-        chosen, others, reason = texts, records, "of records beside more text"
+        chosen, others, reason = texts, records, _SMALLER.format("files of JSONL, CSV or Parquet", "text")
     for file in others:
         left_out.add(reason, _short(path, file), file.stat().st_size)
     for file in set(files) - {*records, *texts}:

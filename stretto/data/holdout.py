@@ -129,7 +129,7 @@ def without_held_out(
         for document in documents:
             if held_out and text_hash(text := document.text.encode()) in held_out:
                 num_held += 1
-                left_out.add("documents that are held out", " ".join(document.text[:40].split()), len(text))
+                left_out.add("documents held out", " ".join(document.text[:40].split()), len(text))
             else:
                 num_kept += 1
                 yield document

@@ -200,7 +200,12 @@ def mixed(folder: Path, rng: random.Random) -> list[Command]:
     write(folder / "t/README.md", "# About these data\n")
     write(folder / "t/LICENSE", "CC0\n")
     write(folder / "t/cover.jpg", b"\xff\xd8\0")
-    says = ("1 file", "1 copied (data/part-0.jsonl is data/copy.jsonl)", "2 of text beside more records", "1 .jpg")
+    says = (
+        "1 file",
+        "1 copied (data/part-0.jsonl is data/copy.jsonl)",
+        "2 text files, because the folder has more bytes of JSONL",
+        "1 .jpg",
+    )
     return [pretrain(folder, folder / "t", says, num)]
 
 

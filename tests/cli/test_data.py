@@ -66,7 +66,7 @@ def test_a_run_below_its_text_does_not_change_the_text(stretto: Run, recipe: Pat
     for name in ("one", "two"):
         done = stretto("pretrain", recipe, "--data", folder, "-o", folder / "runs" / name, "--steps", 1)
         assert done.code == 0, done.err
-    assert "1 folders of runs (runs/one)" in done.out
+    assert "1 folder of runs (runs/one)" in done.out
     assert len({read_info(folder / "runs" / name).data_hash for name in ("one", "two")}) == 1
 
 
@@ -114,7 +114,7 @@ def test_documents_that_are_held_out_are_not_trained_on(tmp_path: Path, capsys: 
     options = TextOptions(val=str(tmp_path / "held.jsonl"))
     mixture, _, _ = prepare_data(tmp_path / "run", [str(tmp_path / "all.jsonl")], None, 320, options)
     assert [each.num_documents for each in (*mixture.open(), *mixture.open("val"))] == [33, 7]
-    assert "left out 7 documents that are held out" in capsys.readouterr().out
+    assert "left out 7 documents held out" in capsys.readouterr().out
 
 
 def test_another_field_and_one_that_is_not_there(stretto: Run, tmp_path: Path) -> None:

@@ -107,7 +107,7 @@ def test_without_an_answer_there_is_nothing_to_learn(tmp_path: Path, name: str) 
     left_out = LeftOut()
     read = list(open_source(tmp_path / name, ConversationForm("talk")).read("train", left_out))
     assert [each.domain for each in read] == ["sums"] and read[0].place.endswith("line 2")
-    assert "1 conversations without a turn to learn" in str(left_out)
+    assert "1 conversation without a turn to learn" in str(left_out)
 
 
 def test_a_file_without_any_answer_is_not_called_empty(tmp_path: Path) -> None:

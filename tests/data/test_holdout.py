@@ -77,6 +77,6 @@ def test_held_out_documents_are_not_trained_on() -> None:
     divided = without_held_out({"train": documents, "val": documents[:5]}, left_out)
     assert list(divided) == ["val", "train"]
     assert list(divided["val"]) == documents[:5] and list(divided["train"]) == documents[5:]
-    assert str(left_out).startswith("5 documents that are held out (0, …)")
+    assert str(left_out).startswith("5 documents held out (0, …)")
     with pytest.raises(UserError, match="--val: all of the training text is also held out"):
         [list(each) for each in without_held_out({"train": documents, "val": documents}, LeftOut()).values()]

@@ -136,7 +136,7 @@ def test_what_is_not_text_is_left_out_of_a_folder_and_refused_by_name(tmp_path: 
     left_out = source.left_out.copy()
     assert [document.text for document in source.read("train", left_out)] == ["pass\n"]
     assert len(left_out) == 3
-    for told in ("1 binary (b.py)", "1 not UTF-8, it looks like cp1252 (c.c)", "1 blank documents (d.py)"):
+    for told in ("1 binary (b.py)", "1 not UTF-8, it looks like cp1252 (c.c)", "1 blank document (d.py)"):
         assert told in str(left_out)
     assert len(source.left_out) == 0  # reading again counts anew
     for name, message in (("b.py", "a NUL byte"), ("c.c", "not UTF-8"), ("d.py", "nothing but blank documents")):
@@ -264,7 +264,7 @@ def test_saved_hugging_face_dataset(tmp_path: Path) -> None:
     one, three = (open_source(tmp_path / name, FIELDS) for name in ("one", "three"))
     assert {split: list(one.read(split)) for split in one.splits} == {"train": DOCUMENTS}
     assert {split: list(three.read(split)) for split in three.splits} == {"train": DOCUMENTS, "val": DOCUMENTS}
-    assert str(three.left_out) == "1 other splits (test)"
+    assert str(three.left_out) == "1 other split (test)"
 
 
 def test_a_name_without_a_dataset_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
