@@ -26,6 +26,7 @@ from typing import Any, Protocol
 
 import charset_normalizer
 
+from stretto.base import numbers
 from stretto.base.errors import UserError, nearest, one_line
 from stretto.base.track import say
 from stretto.data.files import COMPRESSIONS, JSON_LINES, RECORDS, SPLITS, TABLES, TEXT, LeftOut, find_files, kind_of
@@ -303,8 +304,11 @@ def _read_table(file: Path, form: Form) -> Iterator[Document]:
             if len(row) != len(names):
                 if not row:
                     continue
-                problem = f"{len(row)} columns, the header has {len(names)}"
-                raise UserError(f"{file}: line {rows.line_num}: {problem}; put quotation marks around text with commas")
+                problem = f"{numbers.counted(len(row), 'column')}, the header has {len(names)}"
+                remedy = "put quotation marks around text with commas"
+                if len(row) < len(names):
+                    remedy = "add the missing ones, or delete the row"
+                raise UserError(f"{file}: line {rows.line_num}: {problem}; {remedy}")
             yield form.document(dict(zip(names, row, strict=True)), f"{file}: line {rows.line_num}")
     except csv.Error as error:
         remedy = "is a quotation mark left open, or not doubled inside quoted text?"

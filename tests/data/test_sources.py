@@ -219,6 +219,7 @@ def test_tables(tmp_path: Path, name: str, mark: str) -> None:
         ("a,b\n1,2\n", r"line 1: no field 'text'; it has a, b; name the one .* --text-field"),
         ("texts,b\n1,2\n", r"line 1: no field 'text' \(did you mean 'texts'"),
         ("text,b\n1,2,3\n", "line 2: 3 columns, the header has 2; put quotation marks"),
+        ("text,b\n1\n", "line 2: 1 column, the header has 2; add the missing ones, or delete the row"),
         ('text,b\n"open,2\n' + "x\n" * 200, "line .*: not readable as CSV: field larger.*quotation mark left open"),
         ('text,b\na,1\n"open,2\nc,3\nd,4\n', "line 3: not readable as CSV: .*is a quotation mark left open"),
         ('text,b\n"Hello," she said.,2\n', "line 2: not readable as CSV: .*or not doubled inside quoted text"),
