@@ -301,11 +301,11 @@ def kept_checkpoint(run: Path) -> Path:
 def require_adopted(run: Path) -> None:
     """Raises `UserError` if ``run`` may not be trained in place: only adopted runs may."""
     if not (run / RUN_FILE).is_file():
-        raise UserError(f"{run}: not a run folder that `stretto adopt` wrote; name a new folder with -o")
+        raise UserError(f"{run}: not a run folder that `stretto adopt` wrote; name a new folder with --out")
     info = read_info(run)
     if info.stage != "adopt" and (info.stage != "elasticize" or info.parent is not None):
         raise UserError(
-            f"{run}: its checkpoint was made by `stretto {info.stage}` and is not replaced; name a new folder with -o"
+            f"{run}: its checkpoint was made by `stretto {info.stage}` and is not replaced; name a new folder with --out"
         )
 
 

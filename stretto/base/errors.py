@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Callable, Iterable
+import re
+from collections.abc import Callable, Iterable, Mapping
 from functools import wraps
+from inspect import signature
 from typing import ParamSpec, TypeVar
 
 P = ParamSpec("P")
@@ -22,6 +24,8 @@ class UserError(ValueError):
     """
 
     exit_code = 2
+    command_text: str | None = None
+    """The message for the command line, set where that of the exception names arguments of a Python function instead of options."""
 
 
 def of_system(error: OSError) -> UserError | None:
@@ -33,18 +37,38 @@ def of_system(error: OSError) -> UserError | None:
 
 
 def user_errors(function: Callable[P, T]) -> Callable[P, T]:
-    """Decorator of public API functions: an `OSError` about a file becomes a `UserError`, as on the command line."""
+    """Decorator of public API functions: an `OSError` about a file becomes a `UserError`, as on the command line. A `UserError` names
+    arguments of the function instead of options of its command: ``force=True`` for ``--force``."""
+    defaults = {name: each.default for name, each in signature(function).parameters.items()}
 
     @wraps(function)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> T:
         try:
             return function(*args, **kwargs)
+        except UserError as error:
+            if error.command_text is None:
+                error.command_text = str(error)
+                error.args = (_with_arguments(error.command_text, {**kwargs, **defaults}),)
+            raise
         except OSError as error:
             if (user_error := of_system(error)) is None:
                 raise
             raise user_error from error
 
     return wrapped
+
+
+def _with_arguments(message: str, defaults: Mapping[str, object]) -> str:
+    """``message`` with the arguments of a Python function, which have these defaults, in place of options. Commands in backticks stay."""
+
+    def argument(found: re.Match[str]) -> str:
+        option = (found[1] or "").replace("-", "_")
+        for name in (option, f"{option}s", "settings" if option == "set" else ""):
+            if name in defaults:
+                return f"{name}=True" if defaults[name] is False else name
+        return found[0]
+
+    return re.sub(r"`[^`]*`|(?<![\w-])--([a-z][a-z-]*)", argument, message)
 
 
 class InfraError(RuntimeError):

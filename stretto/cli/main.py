@@ -125,7 +125,7 @@ def main() -> None:
         code = command(prog_name="stretto", standalone_mode=False)  # newer versions of typer return the exit code
         sys.stdout.flush()
     except UserError as error:
-        _fail(str(error), error.exit_code)
+        _fail(error.command_text or str(error), error.exit_code)
     except OSError as error:
         if error.filename is None and error.errno in (errno.ENOSPC, errno.EPIPE):
             _drop_output()

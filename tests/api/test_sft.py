@@ -125,16 +125,16 @@ def test_from_files_to_a_checkpoint_and_its_page(base: Path, chats: Path, tmp_pa
     page = report_command(tmp_path / "run").read_text()
     assert "small" in page
     for of in (cost, write_report):
-        with pytest.raises(UserError, match=r"^--control: only a network .* has a control; leave it out"):
+        with pytest.raises(UserError, match=r"^controls: only a network .* has a control; leave it out"):
             of(tmp_path / "run", controls=[tmp_path / "nothing"])
-        with pytest.raises(UserError, match=r"^--control: only a network"):
+        with pytest.raises(UserError, match=r"^controls: only a network"):
             of(tmp_path / "run", controls=str(tmp_path / "nothing"))
         with pytest.raises(UserError, match=r"^controls: 5; needs a folder"):
             of(tmp_path / "run", controls=5)  # type: ignore[arg-type]
     for models in (5, [tmp_path / "run", 5]):
         with pytest.raises(UserError, match=r"^models: 5; needs a folder"):
             cost(models)  # type: ignore[arg-type]
-    with pytest.raises(UserError, match="holds a run already; add --resume"):
+    with pytest.raises(UserError, match="holds a run already; add resume=True"):
         run(base, chats, tmp_path / "run")
 
 
@@ -222,7 +222,7 @@ def test_adapters_are_trained_merged_and_kept(base: Path, data: Path, tmp_path: 
     again = run(base, data, tmp_path / "again", "train.steps=1", "optim.lr=1e-30", adapter=kept)
     found = load_file(again / "model.safetensors")
     assert all(torch.equal(found[name], after[name]) for name in after)
-    with pytest.raises(UserError, match="--keep-adapter: no adapters are trained; add --lora 16"):
+    with pytest.raises(UserError, match=r"^keep_adapter=True: no adapters are trained; add lora 16"):
         run(base, data, tmp_path / "other", keep_adapter=True)
 
 
@@ -276,7 +276,7 @@ def test_domains_get_their_shares(base: Path, data: Path, tmp_path: Path) -> Non
 
 
 def test_what_cannot_be_done_is_refused(base: Path, data: Path, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"^--data: missing; name the conversations that .*sft.toml trains on"):
+    with pytest.raises(UserError, match=r"^data: missing; name the conversations that .*sft.toml trains on"):
         sft("sft", base, out=tmp_path / "file", steps=2)
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="file: is a file, and the run needs a folder"):

@@ -239,7 +239,7 @@ def run(tmp_path: Path) -> Path:
 def test_a_run_is_known_by_its_files_and_gathered_from_them(run: Path) -> None:
     assert is_rl_run(run) and not is_rl_run(run.parent)
     assert stretto.write_report(run) == run / "report" / "report.html"
-    with pytest.raises(UserError, match=r"--control: .*an RL run, which has no control"):
+    with pytest.raises(UserError, match=r"^controls: .*an RL run, which has no control"):
         stretto.write_report(run, controls=[run])
     data = read_rl_run(run)
     assert (data.bound, data.num_steps, data.series("reward/mean"), data.has("policy/ess")) == (
