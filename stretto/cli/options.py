@@ -84,7 +84,14 @@ class Command(TyperCommand):
                 each.secondary_opts = []
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:  # type of click, which typer vendors
-        given, _, _ = self.make_parser(ctx).parse_args(list(args))
+        try:
+            given, _, _ = self.make_parser(ctx).parse_args(list(args))
+        except Exception as error:
+            if (
+                getattr(error, "ctx", ctx) is None
+            ):  # click's error about an option without its value does not name the command
+                error.ctx = ctx  # type: ignore[attr-defined]
+            raise
         for parameter in self.params:
             value = given.get(parameter.name)
             if parameter.name not in _TEXTS and "" in (value if isinstance(value, list | tuple) else [value]):

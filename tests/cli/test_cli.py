@@ -30,6 +30,10 @@ from tests.api.conftest import Run, refused
         (("extract",), ("stretto: extract: missing argument", "see `stretto extract --help`")),
         (("pretrain", "r.toml", "--steps", "many"), ("invalid value for '--steps'", "integer")),
         (("pretrain", "r.toml", "--dta", "a"), ("no such option: --dta", "--data")),
+        (
+            ("sft", "r.toml", "-o", "x", "--lora"),
+            ("stretto: sft: option '--lora' requires an argument; see `stretto sft --help`",),
+        ),
         (("pretrian",), ("pretrian", "see `stretto --help`")),
     ],
 )
