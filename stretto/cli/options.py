@@ -87,9 +87,8 @@ class Command(TyperCommand):
         try:
             given, _, _ = self.make_parser(ctx).parse_args(list(args))
         except Exception as error:
-            if (
-                getattr(error, "ctx", ctx) is None
-            ):  # click's error about an option without its value does not name the command
+            # click's error about an option without its value does not name the command
+            if getattr(error, "ctx", ctx) is None:
                 error.ctx = ctx  # type: ignore[attr-defined]
             raise
         for parameter in self.params:
