@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 TIMEOUT_S = 600.0
 """Timeout of collectives in a step, for a rank that hangs (the death of a rank is detected at once)."""
 PATIENCE_S = 7 * 24 * 3600.0
-"""Timeout while one rank works alone before the first step, for example tokenises a corpus."""
+"""Timeout while one rank works alone outside of steps, for example tokenises a corpus."""
 
 _LOOPBACK, _LOOPBACK_INTERFACE = "127.0.0.1", "lo0" if sys.platform == "darwin" else "lo"
 _GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
@@ -77,7 +77,7 @@ class Ranks:
     """Number of neighbouring ranks that the experts of a layer are divided over; divides ``world``."""
     patient: dist.ProcessGroup | None = None
     """Process group of all ranks on the CPU with the timeout `PATIENCE_S`, for work that may take long: tokenising before the first
-    step, and writing snapshots in a thread during training. None for one rank."""
+    step, writing snapshots in a thread during training, and writing the checkpoint. None for one rank."""
 
     @property
     def is_first(self) -> bool:
@@ -111,8 +111,9 @@ class Ranks:
         return tuple(tensor.tolist())
 
     def barrier(self) -> None:
+        """Wait until all ranks are here. One may work alone before for up to `PATIENCE_S`, for example write a checkpoint."""
         if self.world > 1:
-            dist.barrier()
+            dist.barrier(self.patient)
 
     def first(self, work: Callable[[], Result]) -> Result:
         """Call ``work`` on rank 0 only and return its result on every rank; the others wait up to `PATIENCE_S`.
