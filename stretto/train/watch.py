@@ -22,7 +22,7 @@ from stretto.model.transformer import Transformer
 GRACE_S = 15.0
 """Time between a rank's stacks and its end. The end of a rank makes torchrun kill all others, which must print theirs before."""
 SLOW = 1.5
-"""A rank is slow if its own work takes this many times as long as the median rank's (our choice)."""
+"""A rank is slow if its own work takes this many times as long for a row as the median rank's (our choice)."""
 SLOW_SHARE = 0.1
 """Smallest share of the elapsed time that a slow rank costs; less is not worth a line (our choice)."""
 
@@ -73,14 +73,15 @@ class OwnTime:
     """
 
     def __init__(self, model: Transformer, ranks: Ranks):
-        self._ranks, self._begun_s, self._seconds = ranks, time.perf_counter(), 0.0
+        self._ranks, self._begun_s, self._seconds, self._num_rows = ranks, time.perf_counter(), 0.0, 0
         self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
         if ranks.world > 1:
             for attention in (module for module in model.modules() if isinstance(module, Attention | Mla)):
                 attention.register_forward_pre_hook(self._begin)
                 attention.register_forward_hook(self._end)
 
-    def _begin(self, *_: Any) -> None:
+    def _begin(self, _: object, arguments: tuple[Any, ...]) -> None:
+        self._num_rows += len(arguments[0])
         if self._ranks.device.type == "cuda":
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             start.record()
@@ -94,22 +95,25 @@ class OwnTime:
             self._seconds += time.perf_counter() - self._started_s
 
     def report(self, step: int) -> dict[str, float]:
-        """The slowest rank's time over the median since the last call, for the log; rank 0 prints the ranks that are slow. All ranks
-        must call this."""
+        """The slowest rank's time for a row over the median since the last call, for the log; rank 0 prints the ranks that are slow. All
+        ranks must call this."""
         ranks, now_s = self._ranks, time.perf_counter()
         if ranks.world == 1:
             return {}
         if self._events:
             self._events[-1][1].synchronize()
         own = self._seconds + sum(1e-3 * start.elapsed_time(end) for start, end in self._events)
-        own_s = ranks.gather(torch.tensor(own, device=ranks.device)).tolist()
-        elapsed_s, self._begun_s, self._seconds = now_s - self._begun_s, now_s, 0.0
+        of_ranks = ranks.gather(torch.tensor([own, self._num_rows], device=ranks.device)).tolist()
+        elapsed_s, self._begun_s, self._seconds, self._num_rows = now_s - self._begun_s, now_s, 0.0, 0
         self._events.clear()
-        median_s = statistics.median(own_s)
-        for rank, seconds in enumerate(own_s):
+        # ranks may have different numbers of rows; of two ranks, the faster one is the median
+        row_s = [seconds / max(1, num_rows) for seconds, num_rows in of_ranks]
+        median_row_s = statistics.median_low(row_s)
+        for rank, (seconds, num_rows) in enumerate(of_ranks):
+            median_s = median_row_s * num_rows
             if ranks.is_first and seconds > SLOW * median_s and seconds - median_s > SLOW_SHARE * elapsed_s:
                 say(
                     f"step {step:,}: rank {rank} is slow: {seconds:.2f} s in attention in the last {elapsed_s:.1f} s, "
-                    f"the median rank {median_s:.2f} s"
+                    f"the median rank {median_s:.2f} s for as many rows"
                 )
-        return {"speed/slowest_over_median": max(own_s) / max(median_s, 1e-9)}
+        return {"speed/slowest_over_median": max(row_s) / max(median_row_s, 1e-9)}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import faulthandler
 import os
+import re
 import threading
 import time
 
@@ -20,13 +21,19 @@ from tests.train.test_snapshot import CONFIG
 TWO = Ranks(0, 2, torch.device("cpu"))
 
 
-class WithAnother(Ranks):
-    """The first of three ranks; the last one takes as long as ``seconds``, the one between as long as this one."""
+class WithOthers(Ranks):
+    """The first of several ranks. ``others``: seconds in attention and number of rows of the others; None: those of this one."""
 
-    seconds: float
+    others: tuple[tuple[float, float] | None, ...]
 
     def gather(self, value: Tensor) -> Tensor:
-        return torch.stack([value, value, torch.tensor(self.seconds)])
+        return torch.stack([value, *(value if other is None else value.new_tensor(other) for other in self.others)])
+
+
+def ranks_with(*others: tuple[float, float] | None) -> WithOthers:
+    ranks = WithOthers(0, 1 + len(others), torch.device("cpu"))
+    object.__setattr__(ranks, "others", others)
+    return ranks
 
 
 def run(model: Transformer) -> None:
@@ -80,14 +87,33 @@ def test_forward_passes_and_a_lone_rank_are_no_hang(ends: list[int], world: int)
 
 
 def test_a_slow_rank_is_named(capsys: pytest.CaptureFixture[str]) -> None:
-    model, ranks = build(CONFIG, 0), WithAnother(0, 3, torch.device("cpu"))
+    model, ranks = build(CONFIG, 0), ranks_with(None, (50.0, 3.0))
     own = OwnTime(model, ranks)
     run(model)
-    object.__setattr__(ranks, "seconds", 50.0)
     assert own.report(10)["speed/slowest_over_median"] > 10.0
     assert "step 10: rank 2 is slow: 50.00 s in attention" in capsys.readouterr().out
     run(model)
-    object.__setattr__(ranks, "seconds", 0.0)
+    object.__setattr__(ranks, "others", (None, (0.0, 3.0)))
     assert own.report(20)["speed/slowest_over_median"] >= 1.0
     assert "slow" not in capsys.readouterr().out
     assert OwnTime(build(CONFIG, 0), Ranks(0, 1, torch.device("cpu"))).report(1) == {}
+
+
+@pytest.mark.parametrize(
+    ("others", "slow"),
+    [
+        (((2.0, 1.0), (1.0, 1.0)), [1]),
+        (((2.0, 2.0), (1.0, 1.0)), []),  # the same time for each row
+        (((6.0, 2.0), (1.0, 1.0)), [1]),
+        (((1.6, 1.0),), [1]),
+        (((1.4, 1.0),), []),
+    ],
+)
+def test_times_are_compared_by_row_and_two_ranks_with_each_other(
+    capsys: pytest.CaptureFixture[str], others: tuple[tuple[float, float], ...], slow: list[int]
+) -> None:
+    own = OwnTime(build(CONFIG, 0), ranks_with(*others))
+    own._seconds, own._num_rows = 1.0, 1
+    own.report(1)
+    named = re.findall(r"step 1: rank (\d) is slow", capsys.readouterr().out)
+    assert [int(rank) for rank in named] == slow
