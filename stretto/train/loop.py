@@ -280,7 +280,7 @@ class Training:
             with (
                 deterministic(train.deterministic),
                 freed_memory_kept(ranks.device),
-                watched(self.model, ranks, 60 * train.hang_minutes) as goes_on,
+                watched(self.model, ranks, 60 * train.hang_minutes, lambda: self.writer.is_waited_for) as goes_on,
                 bar as advance,
                 _deferred_signals() as received,
             ):

@@ -192,6 +192,8 @@ class SnapshotWriter:
         on_gpu = ranks.device.type == "cuda"
         self._stager = DefaultStager(StagingOptions(on_gpu, False, False, False))
         self._writing: Future[None] | None = None
+        self.is_waited_for = False
+        """Whether training waits for the disk, which the watchdog must not take for a hang."""
 
     def reserve(self, model: Transformer, optimizers: Sequence[Optimizer]) -> None:
         """Allocate the memory of the copy, so that no later step waits for that. Called after the first step, because optimisers
@@ -204,7 +206,8 @@ class SnapshotWriter:
         self.wait()
         state = _state(model, optimizers)
         if self._thread is None:
-            self._snapshots.write(state, meta, self._ranks)
+            with self._waited_for():
+                self._snapshots.write(state, meta, self._ranks)
         else:
             copy = self._stager.stage(state)
             assert isinstance(copy, dict), "the stager was configured to copy at once"
@@ -219,7 +222,16 @@ class SnapshotWriter:
         """Wait until no snapshot is in flight. Raises `UserError`: it cannot be written."""
         writing, self._writing = self._writing, None
         if writing is not None:
-            writing.result()
+            with self._waited_for():
+                writing.result()
+
+    @contextmanager
+    def _waited_for(self) -> Iterator[None]:
+        self.is_waited_for = True
+        try:
+            yield
+        finally:
+            self.is_waited_for = False
 
     def close(self) -> None:
         """Wait for the snapshot in flight, whose error is not raised, and end the thread."""

@@ -28,8 +28,11 @@ SLOW_SHARE = 0.1
 
 
 @contextmanager
-def watched(model: Transformer, ranks: Ranks, timeout_s: float) -> Iterator[Callable[..., None]]:
-    """End the process with exit code 1 if no forward pass of ``model`` ends within ``timeout_s``; one rank alone is not watched.
+def watched(
+    model: Transformer, ranks: Ranks, timeout_s: float, waits: Callable[[], bool] = lambda: False
+) -> Iterator[Callable[..., None]]:
+    """End the process with exit code 1 if no forward pass of ``model`` ends within ``timeout_s``; one rank alone is not watched. The time
+    in which ``waits()`` is true does not count.
 
     The stacks of all threads go to stderr first. Yields a function that work without forward passes of the whole ``model``, such as a
     ranking of layers, calls to show that it goes on.
@@ -49,6 +52,8 @@ def watched(model: Transformer, ranks: Ranks, timeout_s: float) -> Iterator[Call
             faulthandler.dump_traceback_later(2 * timeout_s, exit=True, file=2)
             if ended.wait(min(1.0, timeout_s / 4)):
                 return
+            if waits():
+                note()
         reason = f"rank {ranks.rank} of {ranks.world}: no forward pass ended in {timeout_s:g} s"
         # one write, so that the stacks of several ranks do not mix
         os.write(2, f"{reason}; the stacks of its threads:\n{stacks()}\n".encode())

@@ -31,7 +31,7 @@ from stretto.train import loop
 from stretto.train.loop import Job, Trained
 from stretto.train.recipe import HealRecipe
 from stretto.train.sampler import Sampler
-from stretto.train.snapshot import read_meta
+from stretto.train.snapshot import Snapshots, read_meta
 from stretto.train.stages import heal
 
 Same = Callable[[Trained, Trained], None]
@@ -210,6 +210,26 @@ def test_a_second_ctrl_c_is_not_held_back(run: Any) -> None:
     with pytest.raises(KeyboardInterrupt):
         run(observe=observe)
     assert run.steps() == [], "stopped at step 3, before the first snapshot"
+
+
+def test_the_watchdog_asks_whether_a_step_waits_for_a_snapshot(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    questions: list[Callable[[], bool]] = []
+    answers: list[bool] = []
+
+    @contextmanager
+    def watched(*arguments: Any) -> Iterator[Callable[..., None]]:
+        questions.append(arguments[-1])
+        yield lambda *_: None
+
+    def write(*arguments: Any) -> None:
+        answers.append(questions[0]())
+        original(*arguments)
+
+    original = Snapshots.write
+    monkeypatch.setattr(loop, "watched", watched)
+    monkeypatch.setattr(Snapshots, "write", write)
+    run(train__snapshot_writes="blocking")
+    assert answers and all(answers) and not questions[0]()
 
 
 @pytest.mark.slow

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import threading
+import time
 import warnings
 from pathlib import Path
 from typing import Any
@@ -95,26 +95,28 @@ def read_back(path: Path) -> dict[str, torch.Tensor]:
 def test_a_snapshot_holds_the_state_of_its_step_while_training_goes_on(
     tmp_path: Path, writes: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, snapshots, released = build(CONFIG, 0), Snapshots(tmp_path, 9), threading.Event()
+    model, snapshots = build(CONFIG, 0), Snapshots(tmp_path, 9)
     optimizers, write = build_optimizers(OptimConfig(lr=1e-2), model), Snapshots.write
 
     def slowly(*arguments: Any) -> None:
-        assert released.wait(60.0)
+        deadline_s = time.monotonic() + 60.0
+        while not writer.is_waited_for:
+            assert time.monotonic() < deadline_s
+            time.sleep(0.01)
         write(*arguments)
 
-    monkeypatch.setattr(Snapshots, "write", slowly if writes == "background" else write)
+    monkeypatch.setattr(Snapshots, "write", slowly)
     writer = SnapshotWriter(snapshots, join("cpu"), writes)
     train(model, optimizers, CONFIG.full(), 0)
     writer.reserve(model, optimizers)
     for step in (1, 2):
         train(model, optimizers, CONFIG.full(), step)
-        released.set() if step == 2 else None
         writer.save(model, optimizers, meta(step))
         if step == 1 and writes == "background":
             assert snapshots.latest() is None, "the step did not wait for the disk"
     writer.wait()
     writer.close()
-    assert snapshots.latest() == snapshots.path(2)
+    assert snapshots.latest() == snapshots.path(2) and not writer.is_waited_for
 
     plain, again = Snapshots(tmp_path / "plain", 9), build(CONFIG, 0)
     others = build_optimizers(OptimConfig(lr=1e-2), again)

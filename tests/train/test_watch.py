@@ -86,6 +86,18 @@ def test_forward_passes_and_a_lone_rank_are_no_hang(ends: list[int], world: int)
     assert ends == [] and not model._forward_hooks
 
 
+def test_a_wait_for_the_disk_is_no_hang(ends: list[int]) -> None:
+    waits = True
+    with watched(build(CONFIG, 0), TWO, 0.05, lambda: waits):
+        time.sleep(0.3)
+        assert ends == []
+        waits = False
+        deadline_s = time.monotonic() + 30.0
+        while not ends and time.monotonic() < deadline_s:
+            time.sleep(0.01)
+    assert ends == [1]
+
+
 def test_a_slow_rank_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     model, ranks = build(CONFIG, 0), ranks_with(None, (50.0, 3.0))
     own = OwnTime(model, ranks)
