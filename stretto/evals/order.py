@@ -22,6 +22,7 @@ from stretto.base.errors import UserError
 from stretto.evals.loss import NO_TARGETS, EvalBatch, logit_gram, logit_size
 from stretto.evals.routing import LayerRouting, Watch
 from stretto.model.attention import Geometry
+from stretto.model.parallel import ALONE, Ranks
 from stretto.model.spec import ModelConfig, count, droppable_layers, fixed_layers
 from stretto.model.transformer import Context, MoeLayer, RowWidths, Transformer
 from stretto.ops.grouped import gated_outputs
@@ -41,9 +42,9 @@ always exceeds the quantile, and keeping it for that reason increased the loss."
 CARRIED_BYTES = 1 << 30
 """Largest size of the hidden states carried for leave-one-out (our choice): a few thousand tokens of a large network."""
 REMOVAL_TOKENS = 4096
-"""Largest number of tokens per layer that `removal_order` uses (our choice)."""
+"""Largest number of tokens per layer that `removal_order` uses, over all ranks (our choice)."""
 RANKING_TOKENS = 4 * REMOVAL_TOKENS
-"""Number of tokens that `rank_experts` carries through the layers at once (our choice)."""
+"""Number of tokens that `rank_experts` carries through the layers at once, over all ranks (our choice)."""
 REMOVAL_ELEMENTS = 1 << 26
 """Largest number of fp32 elements in the products [N, E, E] of `removal_order` (our choice)."""
 
@@ -87,27 +88,35 @@ class Survey:
 
 
 def rank_layers(
-    model: Transformer, batches: Sequence[EvalBatch], advance: Callable[[int], None] = lambda num: None
+    model: Transformer,
+    batches: Sequence[EvalBatch],
+    advance: Callable[[int], None] = lambda num: None,
+    ranks: Ranks = ALONE,
 ) -> LayerRanking:
     """Rank layers by leave-one-out normalised MSE on the final logits (Nemotron Elastic, 2511.16664).
 
-    ``advance``: as of `survey`. The first and last two layers come first, whatever their error. Raises `UserError`: the batches contain no target token.
+    ``advance`` and ``ranks``: as of `survey`. The first and last two layers come first, whatever their error.
+    Raises `UserError`: the batches contain no target token.
     """
     cut = [piece for batch in batches for piece in pieces(batch, model.config)]
-    found = survey(model, cut, left_out=len(cut), watched=False, side_by_side=1, advance=advance)
+    found = survey(model, cut, left_out=len(cut), watched=False, side_by_side=1, advance=advance, ranks=ranks)
     return LayerRanking(layer_order(model.config, found.logit_error), found.logit_error, found.flops)
 
 
 def rank_experts(
-    model: Transformer, batches: Sequence[EvalBatch], advance: Callable[[int], None] = lambda num: None
+    model: Transformer,
+    batches: Sequence[EvalBatch],
+    advance: Callable[[int], None] = lambda num: None,
+    ranks: Ranks = ALONE,
 ) -> ExpertRanking:
-    """Rank experts by `removal_order` on evenly spaced ``batches`` of about `RANKING_TOKENS` tokens. ``advance``: as of `survey`.
+    """Rank experts by `removal_order` on evenly spaced ``batches`` of about `RANKING_TOKENS` tokens. ``advance`` and ``ranks``: as of
+    `survey`.
 
     On the text that a network was trained on, the half of the experts that this keeps is better than the half by saliency (REAP); on
     text of another kind both are as good (docs/log/elastic.md).
     """
-    num_tokens = sum(batch.ids_BT.numel() for batch in batches)
-    found = survey(model, batches[:: max(1, num_tokens // RANKING_TOKENS)], removal=True, advance=advance)
+    num_tokens = ranks.world * sum(batch.ids_BT.numel() for batch in batches)
+    found = survey(model, batches[:: max(1, num_tokens // RANKING_TOKENS)], removal=True, advance=advance, ranks=ranks)
     return ExpertRanking(expert_orders(model.config, found, "removal"), found.flops)
 
 
@@ -185,6 +194,7 @@ def survey(
     removal: bool = False,
     side_by_side: int | None = None,
     advance: Callable[[int], None] = lambda num: None,
+    ranks: Ranks = ALONE,
 ) -> Survey:
     """Walk ``batches`` through the full network, in the dtype of its weights or of autocast.
 
@@ -195,8 +205,10 @@ def survey(
         removal: also compute `removal_order` for each layer.
         side_by_side: number of batches carried at once; None: all, so that every part is loaded once.
         advance: called with 1 after each layer and batch, ``num_layers * len(batches)`` times in total.
+        ranks: ranks that measure together. Each calls this with its own rows of every batch, which may be padding, and gets the result
+            over all rows. No rank has a part of the experts only (``ep`` is 1).
 
-    Batches of padding alone, as on a rank without rows, give a result without meaning and no error.
+    Batches of padding alone give a result without meaning and no error.
 
     Raises:
         UserError: the ``left_out`` batches contain tokens, but no target token.
@@ -228,11 +240,17 @@ def survey(
                 if watch is not None and watch.inputs and isinstance(mlp := block.mlp, MoeLayer):
                     inputs_ND = torch.cat(watch.inputs)
                     with _gathered(block):
-                        removed[mlp.row] = removal_order(mlp, inputs_ND)
-                        sums.flops += removal_flops(mlp, len(inputs_ND))
+                        num_all = int(ranks.sum(torch.tensor(len(inputs_ND), device=inputs_ND.device)))
+                        used_ND = inputs_ND[:: _every(num_all, len(mlp.gate))]
+                        order = removal_order(mlp, used_ND, ranks) if num_all else config.expert_orders[mlp.row]
+                        removed[mlp.row] = order
+                        sums.flops += removal_flops(mlp, len(used_ND))
         if left_out > first:
             with hold("norm"), hold("embedding" if model.head is None else "head"):
                 _compare(model, [carried for carried in group if carried.measured], sums)
+    sums.over(ranks)
+    if watch is not None:
+        watch.over_ranks(ranks)
     if left_out and sums.num_tokens and not sums.num_compared:
         raise UserError(NO_TARGETS)
     return Survey(
@@ -257,7 +275,7 @@ def _gathered(block: nn.Module) -> Iterator[None]:
 
 @dataclass(slots=True)
 class _Sums:
-    """Sums over batches."""
+    """Sums over batches, and in the end over ranks."""
 
     num_tokens: int = 0
     num_compared: int = 0
@@ -265,6 +283,15 @@ class _Sums:
     cosine: dict[int, float] = field(default_factory=dict)
     error: dict[int, float] = field(default_factory=dict)
     size: float = 0.0
+
+    def over(self, ranks: Ranks) -> None:
+        """Replace the sums by those over all ranks, which have measured the same layers."""
+        counts = torch.tensor([self.num_tokens, self.num_compared, self.flops], device=ranks.device)
+        self.num_tokens, self.num_compared, self.flops = ranks.sum(counts).tolist()
+        values = [self.size, *self.cosine.values(), *self.error.values()]
+        self.size, *values = ranks.sum(torch.tensor(values, dtype=torch.float64, device=ranks.device)).tolist()
+        self.cosine = dict(zip(self.cosine, values[: len(self.cosine)], strict=True))
+        self.error = dict(zip(self.error, values[len(self.cosine) :], strict=True))
 
 
 def _through(model: Transformer, layer: int, carried: _Carried, watch: Watch | None, sums: _Sums) -> None:
@@ -368,18 +395,17 @@ def _products(layer: MoeLayer, x_ND: Tensor) -> Tensor:
 
 
 def _every(num_tokens: int, num_experts: int) -> int:
-    """Stride with which `removal_order` takes tokens of a layer."""
-    return -(-num_tokens // max(1, min(REMOVAL_TOKENS, REMOVAL_ELEMENTS // num_experts**2)))
+    """Stride with which `removal_order` takes the tokens of a layer, so that `REMOVAL_TOKENS` and `REMOVAL_ELEMENTS` suffice."""
+    return max(1, -(-num_tokens // max(1, min(REMOVAL_TOKENS, REMOVAL_ELEMENTS // num_experts**2))))
 
 
 def removal_flops(layer: MoeLayer, num_tokens: int) -> int:
-    """FLOPs of `removal_order` for ``num_tokens`` inputs: every expert's output for the tokens that it uses, and their products."""
+    """FLOPs of `removal_order` for ``num_tokens`` inputs: every expert's output for each, and their products."""
     num_experts, hidden = layer.gate.shape
-    num_used = -(-num_tokens // _every(num_tokens, num_experts)) if num_tokens else 0
-    return 2 * num_used * (layer.gate_up.numel() + layer.down.numel() + num_experts**2 * hidden)
+    return 2 * num_tokens * (layer.gate_up.numel() + layer.down.numel() + num_experts**2 * hidden)
 
 
-def removal_order(layer: MoeLayer, x_ND: Tensor) -> tuple[int, ...]:
+def removal_order(layer: MoeLayer, x_ND: Tensor, ranks: Ranks = ALONE) -> tuple[int, ...]:
     """Experts of ``layer`` in the reverse order of a greedy removal. Each step removes the expert whose absence changes the layer's output
     least (mean squared norm of the change), given the experts that were removed before.
 
@@ -388,13 +414,10 @@ def removal_order(layer: MoeLayer, x_ND: Tensor) -> tuple[int, ...]:
     their gates, and another group may be chosen. Groups lose one expert each in turn.
 
     Args:
-        x_ND: inputs of the layer. If there are more than `REMOVAL_TOKENS` and `REMOVAL_ELEMENTS` allow, evenly spaced ones are used.
-            Without any, as on a rank whose rows are all padding, the order stays as it is.
+        x_ND: inputs of the layer.
+        ranks: as of `survey`. Each has its own inputs, or none. The changes that a removal makes are summed over the ranks.
     """
-    if not len(x_ND):
-        return layer.config.expert_orders[layer.row]
     config, num_experts = layer.config, len(layer.gate)
-    x_ND = x_ND[:: _every(len(x_ND), num_experts)]
     top_k = config.top_k_by_layer[layer.row]
     logits_NE, products_NEE = ORDINARY.router_logits(x_ND, layer.gate, layer.gate_bias), _products(layer, x_ND)
     kept_E = torch.ones(num_experts, dtype=torch.bool, device=x_ND.device)
@@ -424,13 +447,13 @@ def removal_order(layer: MoeLayer, x_ND: Tensor) -> tuple[int, ...]:
             rise_NK[rows_N, slot] = after_N - before_N
             used_NKE[rows_N, slot] = torch.zeros_like(allowed_NE).scatter(1, others_NK, True).scatter(1, own_N1, True)
         rise_E = torch.zeros(num_experts, dtype=torch.float64, device=x_ND.device)
-        rise_E.index_add_(0, chosen_NK.flatten(), rise_NK.flatten())
+        rise_E = ranks.sum(rise_E.index_add_(0, chosen_NK.flatten(), rise_NK.flatten()))
         left_M = kept_E.view(config.expert_groups, -1).sum(1)
         turn_E = (left_M == left_M.max()).repeat_interleave(num_experts // config.expert_groups)
         least = int(rise_E.masked_fill(~(kept_E & turn_E), torch.inf).argmin())
         gone.append(least)
         kept_E[least] = False
         stale_N = used_NKE[:, :, least].any(1) | is_shared
-    load_E = torch.bincount(chosen_NK.flatten(), minlength=num_experts)
+    load_E = ranks.sum(torch.bincount(chosen_NK.flatten(), minlength=num_experts))
     last = sorted(kept_E.nonzero().flatten().tolist(), key=lambda expert: (-int(load_E[expert]), expert))
     return (*last, *reversed(gone))

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from stretto.evals.loss import EvalBatch
+from stretto.model.parallel import Ranks
 from stretto.model.spec import ModelConfig, Subnet, check_subnet
 from stretto.model.transformer import Context, Transformer
 from stretto.ops.grouped import Experts, gated_outputs
@@ -102,6 +103,13 @@ class Watch(Operators):
         self._peak_E[row].scatter_reduce_(0, expert_S, peak_NK.reshape(-1), "amax")
         if self.inputs is not None:
             self.inputs.append(x_ND[self._real_N])
+
+    def over_ranks(self, ranks: Ranks) -> None:
+        """Combine the statistics with those of the other ranks, which have recorded other tokens."""
+        for sums_E in (*self._load_E, *self._num_E, *self._weight_E):
+            ranks.sum(sums_E)
+        for peak_E in self._peak_E:
+            peak_E.copy_(ranks.gather(peak_E).amax(0))
 
     def noted(self, row: int) -> LayerRouting:
         """Statistics of MoE layer ``row``."""

@@ -102,14 +102,6 @@ class Ranks:
         dist.all_gather(gathered, value)
         return torch.stack(gathered)
 
-    def agree(self, values: tuple[int, ...]) -> tuple[int, ...]:
-        """Broadcast rank 0's ``values``; their number must be the same on all ranks."""
-        if self.world == 1:
-            return values
-        tensor = torch.tensor(values, device=self.device)
-        dist.broadcast(tensor, 0)
-        return tuple(tensor.tolist())
-
     def barrier(self) -> None:
         """Wait until all ranks are here. One may work alone before for up to `PATIENCE_S`, for example write a checkpoint."""
         if self.world > 1:
@@ -150,6 +142,10 @@ class Ranks:
         # replicated gradients are on every rank, so only the first rank counts them
         counted = [local_part(grad) for grad in grads if self.is_first or is_shard(grad)]
         return self.sum(_norm(counted).square()).sqrt()
+
+
+ALONE = Ranks(0, 1, torch.device("cpu"))
+"""The ranks of a measurement that one process makes, on whatever device."""
 
 
 def join(device: str = "auto", ep: int = 1) -> Ranks:

@@ -43,7 +43,7 @@ def gated_outputs(x_ND: Tensor, chosen_NK: Tensor, gates_NK: Tensor, weights: Ex
     num_experts, dtype = len(weights.down_EDI), compute_dtype(x_ND)
     slots = group_slots(chosen_NK, num_experts, group_multiple(x_ND.device, dtype, chosen_NK.numel() / num_experts))
     y_PD = grouped_swiglu(x_ND[slots.token_P], slots.ends_E, weights, gates_NK.flatten()[slots.order_P])
-    return y_PD[slots.place_S].view(*chosen_NK.shape, -1)
+    return y_PD[slots.place_S].view(*chosen_NK.shape, y_PD.shape[1])
 
 
 def group_multiple(device: torch.device, dtype: torch.dtype, mean_slots: float) -> int:

@@ -442,14 +442,13 @@ class Training:
             say(f"{self.stage}: ranking {' and '.join(due)} on held-out text")
         with self.meter, self._autocast():
             if "layers" in due:
-                layers = rank_layers(self.model, self.job.held_out, goes_on)
-                order = self.ranks.agree(layers.order)  # ranks measured different rows
-                self.model.config = self.model.config.replace(layer_order=order)
-                self.meter.add(flops=layers.flops * self.ranks.world)
+                layers = rank_layers(self.model, self.job.held_out, goes_on, self.ranks)
+                self.model.config = self.model.config.replace(layer_order=layers.order)
+                self.meter.add(flops=layers.flops)
             if "experts" in due:
-                experts = rank_experts(self._with_whole_layers(), self.job.held_out, goes_on)
-                order_experts(self.model, tuple(self.ranks.agree(order) for order in experts.orders))
-                self.meter.add(flops=experts.flops * self.ranks.world)
+                experts = rank_experts(self._with_whole_layers(), self.job.held_out, goes_on, self.ranks)
+                order_experts(self.model, experts.orders)
+                self.meter.add(flops=experts.flops)
 
     def _with_whole_layers(self) -> Transformer:
         """The network, or a copy if expert parallelism divides the experts of a layer, which a ranking compares."""

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -20,6 +22,7 @@ from stretto.evals.order import (
     survey,
 )
 from stretto.evals.routing import Watch, routing
+from stretto.model.parallel import Ranks
 from stretto.model.spec import droppable_layers
 from stretto.model.transformer import Context, build
 from stretto.ops.logprob import IGNORED
@@ -241,11 +244,76 @@ def test_rankings_tell_of_every_layer_and_batch(make_model, batches):
     assert steps == [1] * (2 * model.config.num_layers * len(batches))
 
 
-def test_a_rank_with_padding_alone_ranks_without_an_error(make_model, batches):
-    """Its orders are not used, but the other ranks wait for it."""
-    model, batch = make_model(), batches[0]
+class ThreadRanks(Ranks):
+    """A rank that is a thread of this process. ``values``: what each rank has brought to the ``meeting``."""
+
+    meeting: threading.Barrier
+    values: list[torch.Tensor | None]
+
+    def gather(self, value):
+        self.values[self.rank] = value.clone()
+        self.meeting.wait(60.0)
+        gathered = torch.stack(self.values)
+        self.meeting.wait(60.0)
+        return gathered
+
+    def sum(self, value, group=None):
+        return value.copy_(self.gather(value).sum(0))
+
+
+def on_ranks(measure, shares):
+    """``measure(batches, ranks)`` on as many ranks as there are ``shares`` of the batches."""
+    world = len(shares)
+    meeting, values = threading.Barrier(world), [None] * world
+    ranks = [ThreadRanks(rank, world, torch.device("cpu")) for rank in range(world)]
+    for each in ranks:
+        object.__setattr__(each, "meeting", meeting)
+        object.__setattr__(each, "values", values)
+    with ThreadPoolExecutor(world) as threads:
+        return list(threads.map(measure, shares, ranks))
+
+
+def padding_like(batch):
     ctx = replace(batch.ctx, documents_BT=torch.full_like(batch.ids_BT, -1))
-    padding = replace(batch, targets_BT=torch.full_like(batch.targets_BT, IGNORED), ctx=ctx)
+    return replace(batch, targets_BT=torch.full_like(batch.targets_BT, IGNORED), ctx=ctx)
+
+
+def test_ranks_measure_their_own_rows_and_rank_by_all(make_model, batches):
+    """Rows of a batch are independent of each other, so three batches on three ranks are three batches on one. The last rank has padding."""
+    model, shares = make_model(), [[batches[0]], [batches[1]], [padding_like(batches[0])]]
+    together = [batch for share in shares for batch in share]
+    expected = survey(model, together, left_out=3, removal=True)
+    orders = rank_layers(model, together).order, rank_experts(model, together).orders
+    half = rank_layers(model, batches[:1]), rank_experts(model, batches[:1])
+    assert expected.logit_error != half[0].logit_error and orders[1] != half[1].orders
+    for found in on_ranks(lambda own, ranks: survey(model, own, left_out=1, removal=True, ranks=ranks), shares):
+        assert found.removal == expected.removal and found.flops == expected.flops
+        for name in ("logit_error", "influence"):
+            assert getattr(found, name) == pytest.approx(getattr(expected, name), rel=1e-12)
+        for layer, other in zip(found.experts, expected.experts, strict=True):
+            assert (layer.load, layer.peak) == (other.load, other.peak)
+            assert layer.saliency == pytest.approx(other.saliency, rel=1e-12)
+    for layers in on_ranks(lambda own, ranks: rank_layers(model, own, ranks=ranks), shares):
+        assert layers.order == orders[0]
+    for experts in on_ranks(lambda own, ranks: rank_experts(model, own, ranks=ranks), shares):
+        assert experts.orders == orders[1]
+
+
+def test_ranks_share_the_tokens_of_a_removal(make_model, batches, monkeypatch):
+    """Two ranks use as many tokens as one does, not twice as many."""
+    model, used = make_model(), []
+    monkeypatch.setattr("stretto.evals.order.REMOVAL_TOKENS", 16)
+    monkeypatch.setattr(
+        "stretto.evals.order.removal_flops", lambda layer, num_tokens: used.append(num_tokens) or num_tokens
+    )
+    rank_experts(model, batches[:1] * 2)
+    alone, used[:] = sum(used), []
+    on_ranks(lambda own, ranks: rank_experts(model, own, ranks=ranks), [batches[:1]] * 2)
+    assert sum(used) == alone
+
+
+def test_padding_alone_is_ranked_without_an_error(make_model, batches):
+    model, padding = make_model(), padding_like(batches[0])
     assert sorted(rank_layers(model, [padding]).order) == list(range(6))
     found = rank_experts(model, [padding])
     assert [sorted(order) for order in found.orders] == [sorted(order) for order in model.config.expert_orders]

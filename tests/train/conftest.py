@@ -18,7 +18,7 @@ from stretto.data.loader import Loader, eval_batches
 from stretto.data.shards import TokenSet, tokenise
 from stretto.data.sources import Document
 from stretto.evals.loss import EvalBatch
-from stretto.model.parallel import Origin, in_memory, join
+from stretto.model.parallel import Origin, Ranks, in_memory, join
 from stretto.model.spec import ModelConfig
 from stretto.model.transformer import Transformer, build
 from stretto.train import loop
@@ -116,12 +116,14 @@ class Run:
         def losses(model: Transformer, *_: object) -> Mapping[str, float]:
             return observe(model, loader.state()["position"] // train.rows)
 
-        def ranking(model: Transformer, _: object, goes_on: Callable[[int], None]) -> SimpleNamespace:
+        def ranking(model: Transformer, _: object, goes_on: Callable[[int], None], ranks: Ranks) -> SimpleNamespace:
             assert rank_layers is not None
             goes_on(1)
             return SimpleNamespace(order=rank_layers(model), flops=0)
 
-        def ranking_experts(model: Transformer, _: object, goes_on: Callable[[int], None]) -> SimpleNamespace:
+        def ranking_experts(
+            model: Transformer, _: object, goes_on: Callable[[int], None], ranks: Ranks
+        ) -> SimpleNamespace:
             assert rank_experts is not None
             goes_on(1)
             return SimpleNamespace(orders=rank_experts(model), flops=0)

@@ -169,6 +169,7 @@ def test_two_ranks_with_split_experts_equal_one(bench: Bench) -> None:
         [
             bench.case("short-one", steps=4) | alone,
             bench.case("short-split", steps=4, ep=2),
+            bench.case("ranked-one", steps=4, rank_experts_at=[0.5]) | alone,
             bench.case("ranked-two", steps=4, rank_experts_at=[0.5]),
             bench.case("ranked-split", steps=4, rank_experts_at=[0.5], ep=2),
             bench.case("bf16-one", **bf16) | alone,
@@ -177,6 +178,7 @@ def test_two_ranks_with_split_experts_equal_one(bench: Bench) -> None:
         ],
     )
     bench.check_equal("short-one", "short-split")
+    bench.check_equal("ranked-one", "ranked-two")
     bench.check_equal("ranked-two", "ranked-split")
     assert bench.distance("short-split", "ranked-split") > 1e-4, "the corner learnt other experts"
     one = bench.metrics("bf16-one")
