@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import math
 import shutil
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -111,8 +112,13 @@ class LogitCache:
         before = loader.state()
         loader.restore(meta.loader)
         done = meta.num_rows
+        bar = (
+            progress("teacher's logits", num_rows // micro_rows)
+            if ranks.is_first
+            else nullcontext(lambda num=1, status=None: None)
+        )
         try:
-            with progress("teacher's logits", num_rows // micro_rows) as advance:
+            with bar as advance:
                 advance(done // micro_rows)
                 while done < num_rows:
                     batch = EvalBatch.of(loader.next(), ranks.device)

@@ -14,7 +14,7 @@ from stretto.base.errors import UserError
 from stretto.data.loader import Loader
 from stretto.data.shards import TokenSet
 from stretto.evals.loss import EvalBatch
-from stretto.model.parallel import join
+from stretto.model.parallel import Ranks, join
 from stretto.model.spec import ModelConfig
 from stretto.model.transformer import Transformer, build
 from stretto.ops.logprob import top_log_probs
@@ -72,6 +72,32 @@ def test_a_row_on_disk_is_the_loaders_row(
         found = cache.read(slice(number * ROWS, (number + 1) * ROWS), torch.device("cpu"))
         assert torch.equal(found.ids_NK, expected.ids_NK)
         assert torch.equal(found.logprobs_NK, expected.logprobs_NK) and torch.equal(found.rest_N, expected.rest_N)
+
+
+class OneOfTwo(Ranks):
+    """A rank of two whose other one has nothing to say."""
+
+    def first(self, work: Callable[[], Any]) -> Any:
+        return work()
+
+    def barrier(self) -> None:
+        pass
+
+
+def test_one_rank_shows_the_progress(
+    fill: Callable[..., LogitCache],
+    tokens: TokenSet,
+    model: Transformer,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    key = fill("key", 1).key
+    for rank, num_ends in ((0, 1), (1, 0)):
+        capsys.readouterr()
+        loader = Loader([tokens], [1.0], ROWS, LENGTH, 1, rank, 2)
+        ranks = OneOfTwo(rank, 2, torch.device("cpu"))
+        LogitCache(tmp_path / f"of-{rank}", key, VOCAB).fill(model, loader, ROWS, ROWS, ranks)
+        assert capsys.readouterr().out.count("teacher's logits: done") == num_ends
 
 
 def test_a_pass_that_was_stopped_goes_on(
