@@ -28,6 +28,10 @@ ENDED = "STRETTO_ENDED"
 NEW_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 """Environment variable of torchrun: 1 gives every restart a new store. In a store that restarts share, ranks read the addresses of
 ranks that have died and cannot connect (pytorch issue 135712; seen with torch 2.13: every first restart failed)."""
+SHUTDOWN_TIMEOUT, SHUTDOWN_S = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "600"
+"""Environment variable of torchrun since torch 2.12 (older versions wait 30 s): seconds after Ctrl-C or SIGTERM until it kills ranks that
+still run. They have to end their step and write a snapshot; our value is the timeout of collectives. After the death of a rank
+torchrun waits 30 s for the others in all versions."""
 OWN_OPTIONS = ("--launch", "--max-restarts", "--resume")
 """Options of the launcher, which the ranks do not get; they always get ``--resume``."""
 
@@ -51,7 +55,8 @@ def launch(num: int, max_restarts: int, device: str, ep: int = 1) -> NoReturn:
     with tempfile.TemporaryDirectory() as folder:
         ended = Path(folder) / "ended.json"
         threads = str(max(1, len(os.sched_getaffinity(0)) // num)) if hasattr(os, "sched_getaffinity") else "1"
-        environment = {"OMP_NUM_THREADS": threads, **os.environ, NEW_STORE: "1", ENDED: str(ended)}
+        defaults = {"OMP_NUM_THREADS": threads, SHUTDOWN_TIMEOUT: SHUTDOWN_S}
+        environment = {**defaults, **os.environ, NEW_STORE: "1", ENDED: str(ended)}
         code = _run([sys.executable, "-m", "torch.distributed.run", *command], environment)
         if ended.is_file():
             end = read_json(ended)
@@ -86,13 +91,18 @@ def ranks_arguments(arguments: Sequence[str]) -> list[str]:
 
 def _run(command: Sequence[str], environment: dict[str, str]) -> int:
     """Run torchrun and return its exit code. Ctrl-C and SIGTERM are passed on to it, once: it passes them on to the ranks, which end after
-    a snapshot."""
+    a snapshot. A second signal kills the ranks."""
+    import psutil
+
     received: list[int] = []
     process = subprocess.Popen(command, env=environment, start_new_session=True)
 
     def pass_on(number: int, _: object) -> None:
         if not received:
             process.send_signal(number)
+        elif process.poll() is None:
+            for rank in psutil.Process(process.pid).children():
+                rank.kill()
         received.append(number)
 
     before = {number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM)}

@@ -6,16 +6,20 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+import typer
+from torch.distributed.launcher.api import LaunchConfig
 
 from stretto.base.errors import UserError
 from stretto.base.track import METRICS_FILE, read_metrics
-from stretto.cli.launch import ENDED, end_for_good, exit_if_ended, ranks_arguments
+from stretto.cli import launch as cli_launch
+from stretto.cli.launch import ENDED, SHUTDOWN_TIMEOUT, end_for_good, exit_if_ended, launch, ranks_arguments
 from stretto.model.parallel import check_ranks
 from tests.api.conftest import Run, refused
 
@@ -65,6 +69,45 @@ def test_an_end_for_good_is_no_failure_for_torchrun(monkeypatch: pytest.MonkeyPa
     assert "the first" in (tmp_path / "ended.json").read_text()
     with pytest.raises(SystemExit):
         exit_if_ended()
+
+
+def test_torchrun_waits_for_a_snapshot_after_a_signal(monkeypatch: pytest.MonkeyPatch) -> None:
+    environments: list[dict[str, str]] = []
+    monkeypatch.delenv(SHUTDOWN_TIMEOUT, raising=False)
+    monkeypatch.setattr(cli_launch, "_run", lambda command, environment: environments.append(environment) or 0)
+    for given in (None, "5"):
+        if given is not None:
+            monkeypatch.setenv(SHUTDOWN_TIMEOUT, given)
+        with pytest.raises(typer.Exit):
+            launch(1, 0, "cpu")
+    assert [each[SHUTDOWN_TIMEOUT] for each in environments] == ["600", "5"]
+    config = LaunchConfig(1, 1, 1)
+    assert getattr(config, "shutdown_timeout", 5) == 5  # torch 2.11 has no such setting
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="finds the ranks in /proc")
+def test_a_second_signal_ends_the_ranks_at_once() -> None:
+    """The first one goes to torchrun, here a process that waits for its rank, and neither of them obeys it."""
+    rank = "import time; time.sleep(120)"
+    waits = f"import signal, subprocess; signal.signal(2, signal.SIG_IGN); subprocess.run(['{sys.executable}', '-c', '{rank}'])"
+
+    def press_twice() -> None:
+        deadline_s = time.monotonic() + 60.0
+        while not any(children(child) for child in children(os.getpid())) and time.monotonic() < deadline_s:
+            time.sleep(0.05)
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.5)
+            ended.append(process_has_ended.is_set())
+
+    ended: list[bool] = []
+    process_has_ended = threading.Event()
+    thread = threading.Thread(target=press_twice)
+    thread.start()
+    assert cli_launch._run([sys.executable, "-c", waits], dict(os.environ)) == 130
+    process_has_ended.set()
+    thread.join()
+    assert ended[0] is False
 
 
 @pytest.mark.slow
