@@ -107,14 +107,15 @@ def open_loader(info: RunInfo, train: TrainConfig, ranks: Ranks) -> Loader:
 
 
 def held_out(info: RunInfo, train: TrainConfig, ranks: Ranks) -> tuple[EvalBatch, ...]:
-    """Fixed held-out batches on the device: the first rows of every part of the mixture, as many and as long as in the stages before."""
-    _, batches = _held_out(info, train, ranks.world, ranks.rank, ranks.world)
+    """Fixed held-out batches on the device: the first rows of every part of the mixture, as many and as long as in the stages before, on
+    any number of ranks."""
+    _, batches = _held_out(info, train, ranks.rank, ranks.world)
     return tuple(EvalBatch.of(batch, ranks.device) for batch in batches)
 
 
-def held_out_rows(info: RunInfo, train: TrainConfig, world: int) -> HeldOutRows:
-    """Identity of the rows that ``world`` ranks measure held-out losses on."""
-    shape, batches = _held_out(info, train, world, 0, 1)
+def held_out_rows(info: RunInfo, train: TrainConfig) -> HeldOutRows:
+    """Identity of the rows that held-out losses are measured on."""
+    shape, batches = _held_out(info, train, 0, 1)
     digest = sha256()
     for batch in batches:
         is_row = (batch.targets_BT != IGNORED).any(1)  # a batch may end with rows of padding
@@ -123,21 +124,15 @@ def held_out_rows(info: RunInfo, train: TrainConfig, world: int) -> HeldOutRows:
     return HeldOutRows(**shape, hash=digest.hexdigest())
 
 
-def _held_out(
-    info: RunInfo, train: TrainConfig, world: int, rank: int, shares: int
-) -> tuple[dict[str, int], list[Batch]]:
-    """Rows per part and tokens per row of the held-out batches of ``world`` ranks, and the share ``rank`` of ``shares`` of them."""
+def _held_out(info: RunInfo, train: TrainConfig, rank: int, world: int) -> tuple[dict[str, int], list[Batch]]:
+    """Rows per part and tokens per row of the held-out batches, and the share of ``rank`` of them."""
     parts = info.mixture.open("val")
-    # No more rows in a batch than training has, because memory suffices for those. The same rows on any number of ranks that divides
-    # the batch, so that losses before and after a change of ranks are comparable.
-    batch = min(EVAL_BATCH_ROWS if EVAL_BATCH_ROWS % world == 0 else train.micro_rows, train.micro_rows)
-    batch = -(-batch // world) * world  # every rank has as many rows, which measurements of layers need
+    batch = min(EVAL_BATCH_ROWS, train.micro_rows)  # memory suffices for the rows of training
     rows, seq_len = batch * max(1, train.eval_rows // (batch * len(parts))), train.seq_len
     if info.held_out is not None:
-        sizes = [size for size in range(world, batch + 1, world) if info.held_out.rows % size == 0]
-        if sizes:
-            batch, rows, seq_len = sizes[-1], info.held_out.rows, info.held_out.seq_len
-    found = [eval_batches(part, batch, seq_len, rows // batch, 0, rank, shares) for part in parts]
+        rows, seq_len = info.held_out.rows, info.held_out.seq_len
+    batch = -(-min(batch, rows) // world) * world  # every rank has as many rows, which measurements of layers need
+    found = [eval_batches(part, batch, seq_len, rows, 0, rank, world) for part in parts]
     return {"rows": rows, "seq_len": seq_len}, [each for batches in found for each in batches]
 
 
@@ -270,7 +265,7 @@ def new_info(
     fields = {"data": mixture, "data_hash": data_hash, "sources": sources_named(data, text), "tokenizer": kept}
     before = None if text.is_chat else _rows_before(began.get("parent"))
     info = RunInfo.model_validate({"stage": stage, "recipe": recipe, "held_out": before, **fields, **began})
-    if before is not None and (rows := held_out_rows(info, info.train, world=1)).hash != before.hash:
+    if before is not None and (rows := held_out_rows(info, info.train)).hash != before.hash:
         say(
             f"held-out loss: measured on {rows.rows} rows of {rows.seq_len} tokens of other text than in the stages before; "
             "their losses are not comparable with this stage's"
@@ -376,7 +371,7 @@ def write_result(
     tokenizer: Path | None = None,
 ) -> Path:
     """Write the checkpoint ``out``, trained from ``origin``, with its lineage; rank 0 writes."""
-    rows = held_out_rows(info, info.train, ranks.world)
+    rows = held_out_rows(info, info.train)
     return write_trained(
         out,
         trained.model,

@@ -13,6 +13,7 @@ Shapes: B rows of this rank, T positions, D documents.
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -286,18 +287,18 @@ def eval_batches(
     data: Documents,
     rows: int,
     seq_len: int,
-    num_batches: int | None = None,
+    num_rows: int | None = None,
     seed: int = 0,
     rank: int = 0,
     world: int = 1,
 ) -> list[Batch]:
-    """A fixed list of batches for evaluation: the first ones of one shuffled epoch, or all of it.
+    """A fixed list of batches for evaluation: the first rows of one shuffled epoch, or all of it.
 
     Args:
         data: a held-out split.
         rows: rows of a global batch. The last batch is filled up with rows of padding.
         seq_len: positions of a row.
-        num_batches: largest number of batches; None: the whole epoch.
+        num_rows: largest number of rows without padding, over all batches; None: the whole epoch.
         seed: selects the documents if not all are used.
         rank, world: as for `Loader`.
 
@@ -309,8 +310,10 @@ def eval_batches(
     own = share_of(rows, rank, world)
     stream = RowStream(data, seq_len, key_of(seed))
     batches: list[Batch] = []
-    while not stream.at_epoch_end and (num_batches is None or len(batches) < num_batches):
-        planned = [() if stream.at_epoch_end else stream.next() for _ in range(rows)]
+    left = sys.maxsize if num_rows is None else num_rows
+    while not stream.at_epoch_end and left > 0:
+        planned = [() if stream.at_epoch_end or place >= left else stream.next() for place in range(rows)]
+        left -= rows
         parts_B = np.array([0 if row else -1 for row in planned])
         batches.append(_batch(planned, parts_B, [data], seq_len, own))
     return batches

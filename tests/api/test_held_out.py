@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from stretto.api.report import gather
-from stretto.api.train import held_out
+from stretto.api.train import held_out, held_out_rows
 from stretto.base.config import read_recipe
 from stretto.base.records import read_lineage
 from stretto.base.track import read_metrics
@@ -34,6 +34,24 @@ def test_ranks_share_the_rows_of_one(recipe: Path, text: Path, tmp_path: Path, w
         return [torch.cat([batch.ids_BT for batch in shares]) for shares in zip(*of_ranks, strict=True)]
 
     assert all(torch.equal(*pair) for pair in zip(ids(world), ids(1), strict=True))
+
+
+def test_the_rows_are_the_same_on_any_number_of_ranks(recipe: Path, text: Path, tmp_path: Path) -> None:
+    parsed = read_recipe(recipe, Recipe, ["train.rows=10", "train.micro_batches=2", "train.eval_rows=13"])
+    mixture, tokenizer, data_hash = prepare_data(tmp_path / "run", [str(text)], None, parsed.model.vocab_size)
+    info = RunInfo(stage="pretrain", recipe=parsed, data=mixture, data_hash=data_hash, tokenizer=tokenizer)
+    later = info.replace(held_out=held_out_rows(info, parsed.train).replace(rows=7))  # of a stage with other batches
+
+    def ids(info: RunInfo, world: int) -> torch.Tensor:
+        """The rows of all ranks, without padding."""
+        of_ranks = [held_out(info, parsed.train, Ranks(rank, world, torch.device("cpu"), 1)) for rank in range(world)]
+        assert len({batch.ids_BT.shape for shares in of_ranks for batch in shares}) == 1
+        batches = [batch for shares in zip(*of_ranks, strict=True) for batch in shares]
+        return torch.cat([batch.ids_BT[batch.real_BT.any(1)] for batch in batches])
+
+    for each, num_rows in ((info, 10), (later, 7)):
+        assert len(ids(each, 1)) == num_rows
+        assert all(torch.equal(ids(each, world), ids(each, 1)) for world in (2, 3, 4, 16))
 
 
 @pytest.mark.slow

@@ -124,7 +124,7 @@ def test_evaluation_covers_the_split_once_and_stays_the_same(make_set: Make) -> 
     assert all(((batch.documents_BT == PADDING).all(axis=1) == (batch.parts_B == -1)).all() for batch in batches)
     assert all(same(*pair) for pair in zip(batches, eval_batches(data, rows=8, seq_len=T), strict=True))
     assert all(
-        same(*pair) for pair in zip(batches[:2], eval_batches(data, rows=8, seq_len=T, num_batches=2), strict=True)
+        same(*pair) for pair in zip(batches[:2], eval_batches(data, rows=8, seq_len=T, num_rows=16), strict=True)
     )
     halves = [eval_batches(data, rows=8, seq_len=T, rank=rank, world=2) for rank in range(2)]
     for batch, first, second in zip(batches, *halves, strict=True):

@@ -229,7 +229,7 @@ def elasticize_in(tmp_path: Path, tokens: TokenSet) -> Callable[..., Trained]:
         job = Job(
             tmp_path / name,
             Loader([tokens], [1.0], recipe.train.micro_rows, recipe.train.seq_len, 1),
-            [EvalBatch.of(batch, "cpu") for batch in eval_batches(tokens, 4, 48, 2)],
+            [EvalBatch.of(batch, "cpu") for batch in eval_batches(tokens, 4, 48, 8)],
             tokens.manifest.data_hash,
             join("cpu"),
             tracker=lambda step: Tracker(tmp_path / name, first_step=step and step + 1, tensorboard=False),

@@ -82,7 +82,8 @@ def run_case(case: dict[str, Any]) -> None:
         order = np.random.default_rng(case["order_seed"]).permutation(micro_rows)
         ranks, loader = Reordered(ranks.rank, ranks.world, ranks.device), ReorderedLoader(loader, order)
         object.__setattr__(ranks, "order", order)
-    batches = eval_batches(data, case.get("eval_rows", 4), length, 2, 1, ranks.rank, ranks.world)
+    eval_rows = case.get("eval_rows", 4)
+    batches = eval_batches(data, eval_rows, length, 2 * eval_rows, 1, ranks.rank, ranks.world)
     held_out = [EvalBatch.of(batch, ranks.device) for batch in batches]
 
     def losses(model: Transformer, presets: Mapping[str, SubnetChoice], *_: object) -> dict[str, float]:

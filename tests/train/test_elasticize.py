@@ -276,7 +276,7 @@ def test_orders_that_it_does_not_bring_are_measured(
 ) -> None:
     """On held-out text; a Subnet's experts are then the first of that order, also after a resume."""
     model = network()
-    batches = [EvalBatch.of(batch, "cpu") for batch in eval_batches(tokens, 4, 48, 2)]
+    batches = [EvalBatch.of(batch, "cpu") for batch in eval_batches(tokens, 4, 48, 8)]
     expected = rank_experts(model, batches).orders, rank_layers(model, batches).order
     config = elasticize_in("run", model, train__steps=2).model.config
     assert (config.expert_order, config.layer_order) == expected
