@@ -12,6 +12,7 @@ import pytest
 from bench import study
 from bench.common.study import write_record
 from bench.study_lengths import draw, main, missed, read_trainings
+from stretto.base import track
 from stretto.base.errors import UserError
 
 
@@ -60,7 +61,8 @@ def test_the_table_of_the_documents_is_what_the_records_print(
 ) -> None:
     docs = Path(study.__file__).parents[1] / "docs"
     monkeypatch.setattr(sys, "argv", ["study_lengths", *map(str, sorted(docs.glob("evidence/study_*.json")))])
-    monkeypatch.setenv("COLUMNS", "200")  # no cell is wrapped
+    monkeypatch.delenv("COLUMNS", raising=False)
+    monkeypatch.setattr(track, "PIPE_COLUMNS", 200)  # no cell is wrapped
     with pytest.raises(SystemExit, match="1"):
         main()
     rows, headings = dict[tuple[float, ...], dict[str, str]](), list[str]()

@@ -213,7 +213,7 @@ def test_chat_answers_an_unknown_command_with_the_commands(
     monkeypatch.setattr("sys.stdin", io.StringIO("/exti\n/help\n/exit\nhello\n"))
     done = stretto("chat", served_run, "--temperature", 0, "--max-tokens", 2)
     assert done.code == 0 and done.out.count("commands: /clear") == 2
-    assert done.out.endswith("no command\n> ")
+    assert done.out.endswith("not a command\n> ")
 
 
 def test_generate_samples_by_seed(stretto: Run, served_run: Path) -> None:

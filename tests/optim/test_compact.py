@@ -214,7 +214,6 @@ READERS = {
     "engine/runner.py": "an engine's own network",
     "model/checkpoint.py": "a finished network, or names",
     "model/elastic.py": "a finished network",
-    "model/gguf/write.py": "a loaded checkpoint",
     "model/parallel.py": "names, and targets of `copy_`",
     "model/streamed.py": "names",
     "model/upcycle.py": "names",

@@ -81,8 +81,8 @@ def test_pretraining_is_planned_with_the_states_that_fit_into_its_memory() -> No
     ("gpus", "memory", "sweep", "words"),
     [
         ("1xcpu", "0.05", False, "train.memory: int8 moments.* need"),
-        ("2xH100", "auto", False, "--gpus 2xH100: train.memory"),
-        ("1xH100", "auto", True, "--sweep: train.memory"),
+        ("2xH100", "auto", False, "gpus 2xH100: train.memory"),
+        ("1xH100", "auto", True, "sweep=True: train.memory"),
     ],
 )
 def test_memory_that_a_run_would_refuse_is_refused(gpus: str, memory: str, sweep: bool, words: str) -> None:
