@@ -74,10 +74,19 @@ inline size_t packed_numbers(size_t num, size_t depth) { return tiles_of(num, TI
 // Packs lines [begin, end) of an operand of `num` lines, where `begin` is a multiple of TILE_ROWS; `to`: the tiles of all lines.
 template <bool IS_LEFT>
 inline void pack_lines(Operand from, int begin, int end, int num, int depth, bfloat16* to) {
-    to += begin / TILE_ROWS * tiles_of(depth, TILE_DEPTH) * TILE_SIZE;
-    for (int i = begin; i < end; i += TILE_ROWS)
-        for (int k = 0; k < depth; k += TILE_DEPTH, to += TILE_SIZE)
-            pack_tile<IS_LEFT>(from.from(i, k), std::min(TILE_ROWS, num - i), std::min(TILE_DEPTH, depth - k), to);
+    const size_t num_tiles = tiles_of(depth, TILE_DEPTH);
+    auto pack = [&](int i, int k) {
+        bfloat16* tile = to + (i / TILE_ROWS * num_tiles + k / TILE_DEPTH) * TILE_SIZE;
+        pack_tile<IS_LEFT>(from.from(i, k), std::min(TILE_ROWS, num - i), std::min(TILE_DEPTH, depth - k), tile);
+    };
+    // in the order in which the numbers lie in memory: rows of a large matrix are pages apart
+    if (from.is_contiguous) {
+        for (int i = begin; i < end; i += TILE_ROWS)
+            for (int k = 0; k < depth; k += TILE_DEPTH) pack(i, k);
+    } else {
+        for (int k = 0; k < depth; k += TILE_DEPTH)
+            for (int i = begin; i < end; i += TILE_ROWS) pack(i, k);
+    }
 }
 
 // Packed lines, of which every TILE_ROWS begin `step` numbers after the ones before.
