@@ -1,5 +1,6 @@
 // Products in bf16 for training, with the matrix unit (AMX) or, without one, with vectors (AVX512_BF16): operands and results are in fp32,
-// operands are rounded to bf16 when they are packed, as torch's autocast rounds them, and sums are in fp32.
+// operands are rounded to bf16 when they are packed, as torch's autocast rounds them, and sums are in fp32. Numbers below 1.2e-38 count as
+// zero.
 //
 // An element is a sum over k in rising order, TILE_DEPTH numbers at a time, so it depends on neither the other rows nor the number of
 // threads.

@@ -62,7 +62,7 @@ struct WideProducts {
 #if defined(STRETTO_BF16)
 
 // The same in bf16. Views are row-major.
-struct TileProducts {
+struct HalfProducts {
     using Number = bfloat16;
     using Packing = HalfBuffer;
     static size_t size(size_t rows, size_t width) { return rows * width; }
@@ -74,7 +74,7 @@ struct TileProducts {
     Tiles tiles{true};
     HalfBuffer left, right;
     // For views of at most `rows` rows and `width` columns.
-    TileProducts(size_t rows, size_t width)
+    HalfProducts(size_t rows, size_t width)
         : left(std::max(packed_numbers(rows, width), packed_numbers(width, rows))), right(packed_numbers(width, rows)) {
         tiles.shape(TILE_TOKENS);
     }
@@ -281,7 +281,7 @@ struct Layer {
 template <class Run>
 void with_layer(const StrettoExperts& shape, Run run) {
 #if defined(STRETTO_BF16)
-    if (shape.in_bf16) return run(Layer<TileProducts>(shape));
+    if (shape.in_bf16) return run(Layer<HalfProducts>(shape));
 #endif
     run(Layer<WideProducts>(shape));
 }

@@ -154,7 +154,8 @@ def _attention_record(
 
 
 def has_bf16_kernels() -> bool:
-    """Whether the kernels multiply in bf16 on this processor, by AMX or by AVX512_BF16."""
+    """Whether the kernels multiply in bf16 on this processor: by AMX, if the system lets this process use it, or by AVX512_BF16 where there
+    is no AMX."""
     handle = library()
     return handle is not None and bool(handle.stretto_training_in_bf16())
 
