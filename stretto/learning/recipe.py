@@ -67,7 +67,7 @@ STEERING = (
 
 def _server_address(url: str) -> str:
     """``url`` without a last ``/v1``, which clients of the API write. Raises ValueError: it is not the address of a server."""
-    address = url.rstrip("/").removesuffix("/v1")
+    address = url.rstrip("/").removesuffix("/v1").rstrip("/")
     try:
         parts = urlsplit(address)
         is_valid = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
@@ -78,8 +78,22 @@ def _server_address(url: str) -> str:
     return address
 
 
-ServerAddress = Annotated[str, AfterValidator(_server_address)]
+def _no_path(address: str) -> str:
+    if urlsplit(address).path:
+        raise ValueError(f"{address!r} is not of the form http://HOST:PORT")
+    return address
+
+
+def _no_endpoint(address: str) -> str:
+    if address.endswith("/completions"):
+        raise ValueError(f"{address!r} is an endpoint; give the address of its server, as http://HOST:PORT")
+    return address
+
+
+ServerAddress = Annotated[str, AfterValidator(_server_address), AfterValidator(_no_path)]
 """``http://HOST:PORT``; a ``/v1`` at its end is removed."""
+ServerUrl = Annotated[str, AfterValidator(_server_address), AfterValidator(_no_endpoint)]
+"""``http://HOST:PORT`` or, behind a proxy, ``http://HOST:PORT/PATH``; a ``/v1`` at its end is removed."""
 
 
 class SourceConfig(Config):
@@ -301,9 +315,9 @@ class TeacherConfig(Config):
     both tokenizers are byte-level: the teacher then scores spans of text (`stretto.text.spans`)."""
     subnet: str = "full"
     """Subnet of that checkpoint: a preset (``corner``) or a size (``layers=8,experts=16,top_k=2``)."""
-    url: ServerAddress | None = None
+    url: ServerUrl | None = None
     """Address of a server whose /v1/completions returns log-probabilities of the prompt (``echo``); for the form
-    ``sampled``. OPENAI_API_KEY is sent if it is set."""
+    ``sampled``. It may have a path, as behind a proxy. OPENAI_API_KEY is sent if it is set."""
     model: str | None = None
     """Name of the model on the server; None: the first model that the server lists."""
     domains: tuple[str, ...] | None = None

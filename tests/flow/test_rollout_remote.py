@@ -423,6 +423,11 @@ def test_the_trainer_publishes_its_canary_for_engines_at_an_address(start: Path)
         ({"address": "http://a:1"}, "address does not fit engine 'own': leave it out, or set engine"),
         ({"engine": "vllm", "address": "a:1"}, "'a:1' is not of the form http://HOST:PORT"),
         ({"engine": "vllm", "address": "http://a:80a0"}, "'http://a:80a0' is not of the form http://HOST:PORT"),
+        ({"engine": "vllm", "address": "http://a:1/docs"}, "'http://a:1/docs' is not of the form http://HOST:PORT"),
+        (
+            {"engine": "vllm", "address": ["http://b:1", "http://a:1/v1/completions"]},
+            "is not of the form http://HOST:PORT",
+        ),
         ({"engine": "vllm", "address": ["http://a:1", "http://a:1/v1"]}, "engines 2 and 1 different addresses"),
         ({"engine": "vllm", "address": "http://a:1", "engines": 3}, "engines 3 and 1 different addresses"),
         (
@@ -437,7 +442,7 @@ def test_addresses_that_do_not_fit(rollout: dict[str, Any], message: str) -> Non
 
 
 def test_an_address_may_stand_alone_and_sets_the_number_of_engines() -> None:
-    for address, num in (("http://a:1", 1), (["http://a:1", "http://b:1/v1/"], 2)):
+    for address, num in (("http://a:1", 1), (["http://a:1//v1", "http://b:1/v1/"], 2)):
         rollout = recipe(rollout={"group": 4, "max_tokens": 18, "engine": "vllm", "address": address}).rollout
         assert rollout.engines == len(rollout.address) == num
         assert rollout.address == ("http://a:1", "http://b:1")[:num]

@@ -131,6 +131,16 @@ TEACHERS = {"digits": {"checkpoint": "a"}, "letters": {"checkpoint": "b"}}
             {},
             "'http://teacher:80a0' is not of the form http://HOST:PORT",
         ),
+        (
+            {"form": "sampled", "teachers": {**TEACHERS, "digits": {"url": "http://x/v1/completions/"}}},
+            {},
+            "'http://x/v1/completions' is an endpoint; give the address of its server",
+        ),
+        (
+            {"form": "sampled", "teachers": {**TEACHERS, "digits": {"url": "http://x/proxy/chat/completions"}}},
+            {},
+            "'http://x/proxy/chat/completions' is an endpoint; give the address of its server",
+        ),
         ({"teachers": {"digits": {"url": "http://x", "subnet": "half"}}}, {}, "url: subnet and residence are of"),
         ({"form": "sampled", "entropy_aware": 1.0}, {}, "distill.entropy_aware: form 'sampled' does not know"),
         ({}, {"rollout__temperature": 0.7}, "rollout.temperature 0.7: distillation compares distributions at 1"),
@@ -146,6 +156,11 @@ def test_what_distillation_cannot_do_is_one_line(distill: dict[str, Any], change
     with pytest.raises(ValidationError, match=said) as error:
         recipe(sources=sources, distill={"teachers": TEACHERS, **distill}, **changes)
     assert error.value.error_count() == 1
+
+
+def test_a_teachers_url_may_have_a_path() -> None:
+    urls = {"http://x:1": "http://x:1", "http://x:1//v1": "http://x:1", "https://x/proxy/v1/": "https://x/proxy"}
+    assert {url: TeacherConfig(url=url).url for url in urls} == urls
 
 
 def test_a_teacher_has_something_to_say_of_every_group() -> None:
