@@ -120,6 +120,7 @@ class ShortChatBody(Body):
     temperature: float | None = None
     seed: int | None = None
     elastic: Elastic | None = None
+    add_special_tokens: OnlyFalse = False
 
 
 class ChatBody(ShortChatBody, Generation):
@@ -140,7 +141,6 @@ class ChatBody(ShortChatBody, Generation):
     separate_reasoning: OnlyTrue = True
     stream_reasoning: OnlyTrue = True
     include_reasoning: OnlyTrue = True
-    add_special_tokens: OnlyFalse = False
 
 
 def read_chat(backend: Backend, tree: Any, rung: Rung) -> Answer:

@@ -17,7 +17,7 @@ from stretto.engine.request import Completion, TokenEvent
 from stretto.server.calls.dialect import Call, Piece, Thought
 from stretto.server.completions import ChatBody, NoStore, chat_job
 from stretto.server.elastic import Rung
-from stretto.server.generate import Answer, Backend, Generation, Job, is_cut, sse
+from stretto.server.generate import Answer, Backend, Generation, Job, OnlyFalse, is_cut, sse
 from stretto.server.limits import ApiError, parse_body
 from stretto.server.messages import (
     TEXT_OR_LIST,
@@ -146,6 +146,7 @@ class ResponsesBody(RepeatedFields, Generation):
     include: list[Annotated[str, _KNOWN_INCLUDES]] = Field(default_factory=list)
     chat_template_kwargs: dict[str, Any] | None = None
     """Variables for the chat template, as of /v1/chat/completions."""
+    add_special_tokens: OnlyFalse = False
     background: Annotated[bool, Allowed((False,), _NO_MEMORY)] = False
     previous_response_id: Annotated[Any, Allowed((None,), _NO_MEMORY)] = None
     conversation: Annotated[Any, Allowed((None,), _NO_MEMORY)] = None

@@ -488,7 +488,10 @@ def test_a_text_prompt_begins_with_what_the_tokenizer_adds(ask_bos: Ask, bos: To
     body = {"messages": [{"role": "user", "content": "x"}]}
     told = ask_bos("POST", "/tokenize", json=body | {"add_special_tokens": False}).json()["tokens"]
     assert told == Prompts(bos).chat([Message(role="user", content="x")])
-    for path in ("/tokenize", TEXT.replace("completions", "chat/completions")):
+    bodies = [("/tokenize", body), (PATH, body), ("/api/ernie-5.1/chat", body), ("/v1/responses", {"input": "x"})]
+    for path, body in bodies:
+        accepted = ask_bos("POST", path, json=body | {"add_special_tokens": False})
+        assert accepted.status_code == 200, accepted.text
         refused = ask_bos("POST", path, json=body | {"add_special_tokens": True})
         assert refused.status_code == 400 and "add_special_tokens" in refused.text and "false" in refused.text
 
