@@ -267,9 +267,9 @@ class CompletionBody(Generation):
     """POST /v1/completions."""
 
     prompt: (
-        Annotated[str, Field(min_length=1)]
+        str
         | Annotated[list[TokenId], Field(min_length=1)]
-        | Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1, max_length=MAX_CHOICES)]
+        | Annotated[list[str], Field(min_length=1, max_length=MAX_CHOICES)]
         | Annotated[list[Annotated[list[TokenId], Field(min_length=1)]], Field(min_length=1, max_length=MAX_CHOICES)]
     ) = Field(union_mode="left_to_right")
     max_tokens: int = Field(default=16, ge=0)
@@ -285,7 +285,7 @@ class CompletionBody(Generation):
     @classmethod
     def _check_prompt(cls, prompt: Any) -> Any:
         """One clear message in place of the union's four."""
-        if prompt in ("", []) or (isinstance(prompt, list) and any(part in ("", []) for part in prompt)):
+        if isinstance(prompt, list) and (not prompt or [] in prompt):
             raise ValueError("is empty; give at least one token")
         return prompt
 
@@ -300,13 +300,12 @@ def read_completion(backend: Backend, tree: Any, rung: Rung) -> Answer:
     is_one = isinstance(body.prompt, str) or isinstance(body.prompt[0], int)
     parts: list[Any] = [body.prompt] if is_one else list(body.prompt)
     most = backend.model.max_len
-    ids = (backend.prompts.text(part, body.parse_special, most) if isinstance(part, str) else part for part in parts)
-    texts = [backend.check_ids(each, "prompt") for each in ids]
+    texts = [backend.prompts.text(part, body.parse_special, most) if isinstance(part, str) else part for part in parts]
     starts = [
         backend.prompts.missing_start(ids) if isinstance(part, str) and body.add_special_tokens else ()
         for part, ids in zip(parts, texts, strict=True)
     ]
-    prompts = [(*start, *ids) for start, ids in zip(starts, texts, strict=True)]
+    prompts = [backend.check_ids((*start, *ids), "prompt") for start, ids in zip(starts, texts, strict=True)]
     only_prompt = body.max_tokens == 0
     with named_by_client({"top_logprobs": "logprobs"}):
         job = backend.job(

@@ -496,6 +496,20 @@ def test_a_text_prompt_begins_with_what_the_tokenizer_adds(ask_bos: Ask, bos: To
         assert refused.status_code == 400 and "add_special_tokens" in refused.text and "false" in refused.text
 
 
+def test_an_empty_text_is_a_prompt_if_the_tokenizer_adds_tokens(ask: Ask, ask_bos: Ask, bos: Tokenizer) -> None:
+    done = complete(ask_bos, prompt=["", "a"], return_token_ids=True)
+    assert [each["prompt_token_ids"] for each in done["choices"]] == [[*bos.start], [*bos.start, *bos.encode("a")]]
+    assert done["choices"][0]["text"] == complete(ask_bos, prompt=[*bos.start])["choices"][0]["text"]
+    [echoed] = complete(ask_bos, prompt="", echo=True, logprobs=0)["choices"]
+    table = echoed["logprobs"]
+    assert echoed["text"] == done["choices"][0]["text"]
+    assert table["tokens"][0] == "<|im_start|>" and table["token_logprobs"][0] is None
+    assert table["text_offset"][:2] == [0, 0]
+    for client, body in ((ask, {"prompt": ""}), (ask_bos, {"prompt": "", "add_special_tokens": False})):
+        refused = client("POST", TEXT, json=body)
+        assert refused.status_code == 400 and "prompt: is empty" in refused.text
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_an_echo_is_the_clients_text(ask_bos: Ask, bos: Tokenizer, stream: bool) -> None:
     """The added token has a row, without text, so the first token of the text has a log-probability."""

@@ -215,7 +215,7 @@ RESPONSES = "/v1/responses"
         (CHAT, {"messages": USER, "elastic": {"layers": 0}}, False),
         (CHAT, {"messages": USER, "elastic": {"layers": 9}}, True),  # refused with a code for that
         (CHAT, {"messages": USER, "regex": "("}, True),
-        (TEXT, {"prompt": ""}, False),
+        (TEXT, {"prompt": ""}, True),  # refused with a code for that, unless the tokenizer adds tokens
         (TEXT, {"prompt": [[1], []]}, False),
         (TEXT, {"prompt": [True]}, False),
         (TEXT, {"prompt": [1, 2.0], "max_tokens": 2}, True),
