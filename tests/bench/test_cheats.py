@@ -19,7 +19,6 @@ class PaysForEcho(StringsSource):
         return Score.of(problem.messages[0]["content"] in answer.text or problem.gold == answer.text)
 
 
-@pytest.mark.slow
 def test_it_passes_on_worlds_and_fails_where_echoing_pays(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
