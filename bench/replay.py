@@ -35,6 +35,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from rich.table import Table
 from torch import Tensor
 
 from bench.common.measure import finish, refusing, shown_mean, table
@@ -199,39 +200,48 @@ def noisy(noise: float, seed: int, version: WeightVersion) -> Mapping[str, Tenso
 
 
 def show(study: Study, size: str, results: Results) -> list[str]:
-    """Print the table of a size; returns what is against the claim, or missing."""
+    """Print the tables of a size; returns what is against the claim, or missing."""
     rates = best_rates(results, size, study.seeds[0])
     seeds = finished_seeds(size, results, rates, study.seeds[0])
     missing = sorted(set(study.seeds[1:]) - set(seeds))
     failures = [f"{size}: seeds {', '.join(map(str, missing))}: not finished"] if missing else []
     if not seeds:
         return failures or [f"{size}: no seed is finished"]
-    common = rates[CONTROL]
-    columns = (
-        "arm",
-        "best rate",
-        "at its best rate",
-        "collapsed",
-        "R3 minus it",
-        f"at {common:g}",
-        "collapsed ",
-        "K3 at first",
-    )
-    shown = table(f"{size}: reward of the last fifth, {len(seeds)} seeds, mean ± half of the 95 % interval", *columns)
-    best = {arm: [results[name(size, arm, rate, seed)] for seed in seeds] for arm, rate in rates.items()}
-    for arm, rate in rates.items():
-        at_common = [results[name(size, arm, common, seed)] for seed in seeds]
-        gains = [at_end(ours) - at_end(other) for ours, other in zip(best["R3"], best[arm], strict=True)]
-        if arm == "R3" and (num := sum(map(has_collapsed, best[arm]))):
-            failures.append(f"{size}, R3: {num} of {len(seeds)} collapsed")
-        if arm not in ("R3", CONTROL) and fmean(gains) <= 0:
-            failures.append(f"{size}, R3: {fmean(gains):+.3f} of the reward of {arm}")
-        k3 = fmean(fmean(run["k3"][: fifth(run)]) for run in at_common)
-        paired = "" if arm == "R3" else shown_mean(gains, "+")
-        shown.add_row(arm, f"{rate:g}", *_shown(best[arm]), paired, *_shown(at_common), f"{k3:.1e}")
-    wide_console().print(shown)
+    common = dict.fromkeys(rates, rates[CONTROL])
+    best, level = (_runs_at(chosen, size, seeds, results) for chosen in (rates, common))
+    wide_console().print(_table(f"{size}, each arm at its best rate", rates, best))
+    wide_console().print(_table(f"{size}, all arms at {rates[CONTROL]:g}", common, level))
+    if num := sum(map(has_collapsed, best["R3"])):
+        failures.append(f"{size}, R3: {num} of {len(seeds)} collapsed")
+    leads = {arm: fmean(_leads(best, arm)) for arm in ARMS if arm not in ("R3", CONTROL)}
+    failures += [f"{size}, R3: {lead:+.3f} of the reward of {arm}" for arm, lead in leads.items() if lead <= 0]
     _show_prediction(best["PR2"])
     return failures
+
+
+def _runs_at(rates: Mapping[str, float], size: str, seeds: Sequence[int], results: Results) -> dict[str, list[Any]]:
+    """Results of every arm at its rate in ``rates``, by seed."""
+    return {arm: [results[name(size, arm, rate, seed)] for seed in seeds] for arm, rate in rates.items()}
+
+
+def _table(title: str, rates: Mapping[str, float], runs: Mapping[str, Sequence[Any]]) -> Table:
+    """Rewards of every arm, and how far R3 is ahead of it. ``runs``: by arm and seed."""
+    shown = table(
+        f"{title}: {len(runs[CONTROL])} seeds, mean ± half of the 95 % interval",
+        *("arm", "rate", "reward of the last fifth", "collapsed", "R3 minus it", "K3 at first"),
+    )
+    for arm, each in runs.items():
+        lead = "" if arm == "R3" else shown_mean(_leads(runs, arm), "+")
+        k3 = fmean(fmean(run["k3"][: fifth(run)]) for run in each)
+        collapsed = f"{sum(map(has_collapsed, each))} of {len(each)}"
+        reward = shown_mean([at_end(run) for run in each])
+        shown.add_row(arm, f"{rates[arm]:g}", reward, collapsed, lead, f"{k3:.1e}")
+    return shown
+
+
+def _leads(runs: Mapping[str, Sequence[Any]], arm: str) -> list[float]:
+    """Reward of R3 minus that of ``arm`` at the end of each seed."""
+    return [at_end(ours) - at_end(other) for ours, other in zip(runs["R3"], runs[arm], strict=True)]
 
 
 def _show_prediction(runs: Sequence[Mapping[str, Any]]) -> None:
@@ -254,11 +264,6 @@ def finished_seeds(size: str, results: Results, rates: Mapping[str, float], firs
     return [
         seed for seed in sorted(found - {first}) if all(name(size, arm, rate, seed) in results for arm, rate in wanted)
     ]
-
-
-def _shown(runs: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
-    last = [at_end(run) for run in runs]
-    return shown_mean(last), f"{sum(map(has_collapsed, runs))} of {len(runs)}"
 
 
 def draw(study: Study, results: Results, path: Path) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
+import sys
 from pathlib import Path
 from statistics import fmean
 from types import SimpleNamespace
@@ -157,3 +159,26 @@ def test_the_committed_record_gives_the_figures_that_the_documents_state() -> No
         for arm in ("R3", "none"):
             reward = fmean(replay.at_end(runs[replay.name(size, arm, rate, seed)]) for seed in seeds)
             assert f"{reward:.3f}".removeprefix("0") in stated, f"{size}, {arm}"
+
+
+def test_the_leads_at_one_rate_that_the_documents_state_are_printed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = Path(replay.__file__).parents[1]
+    monkeypatch.setattr(sys, "argv", ["replay", str(root / "docs" / "evidence" / "replay.json")])
+    monkeypatch.delenv("COLUMNS", raising=False)
+    replay.main()
+    stated, readme = ((root / page).read_text(encoding="utf-8") for page in ("docs/EVIDENCE.md", "README.md"))
+    (controls,) = re.findall(r"all arms at R3's rate, too:(.+?)\n- ", stated, re.DOTALL)
+    tables = capsys.readouterr().out.split("all arms at ")[1:]
+    assert len(tables) == len(replay.SIZES)
+    for size, printed in zip(replay.SIZES, tables, strict=True):
+        lines = printed.partition("PR2:")[0].splitlines()
+        rows = [[cell.strip() for cell in re.split("[┃│]", line)[1:-1]] for line in lines]
+        headings, *_ = rows = [row for row in rows if row]
+        cells = {row[0]: row[headings.index("R3 minus it")].replace("0.", ".") for row in rows}
+        leads = [cells[arm] for arm in ("none", "TIS", "IcePop")]
+        assert [lead for lead in leads if lead not in controls] == [], size
+        means = [lead.split()[0].removeprefix("+") for lead in leads]
+        if size != "small":
+            assert f"[{means[0]}, {means[1]} and {means[2]}](docs/EVIDENCE.md#routing-replay" in readme
