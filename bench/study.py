@@ -30,8 +30,8 @@ The first seed searches the learning rate of every trained arm at a quarter of t
 through their losses is chosen; while it is the lowest or the highest candidate, the search goes on beyond it. It does not go on where only
 the lowest measured loss lies at an end: the best rate may then lie beyond, which the table of the search shows. The other seeds are
 reported; each row of the tables has the seeds that have its arms. One half of the held-out rows chooses rates, the other half is reported.
-Exit code 1: an aim is missed, or an arm is not done. With the mutant, exit code 1: half or corner is not `MUTANT_GAP` worse than trained
-alone, so that the study would not notice untrained sizes.
+Exit code 1: an aim is missed, or an arm is not done. With the mutant, exit code 1: a reported seed lacks half or corner, or one
+of the two is not `MUTANT_GAP` worse than trained alone, so that the study would not notice untrained sizes.
 """
 
 from __future__ import annotations
@@ -432,14 +432,14 @@ def report(study: Arms, results: Results) -> list[str]:
 
 
 def _mutant_misses(mutant: str, rows: Sequence[Row]) -> list[str]:
-    """The sizes that are not done with ``mutant``, or not so much worse than trained alone as they must be."""
+    """The sizes that a seed lacks with ``mutant``, or that are not so much worse than trained alone as they must be. ``rows``: one a seed."""
     missed = []
     for size in ("half", "corner"):
         values = in_seeds(rows, *minus("elastic", size, f"scratch-{size}"))
         text = f"{size}, zero-shot − scratch, {mutant}"
-        if not values:
-            missed.append(f"{text}: not done in any reported seed")
-        elif fmean(values) <= MUTANT_GAP:
+        if len(values) < len(rows):
+            missed.append(f"{text}: done in {len(values)} of {len(rows)} reported seeds")
+        if values and fmean(values) <= MUTANT_GAP:
             missed.append(f"{text}: {fmean(values):+.4f}, must be above {MUTANT_GAP:g}")
     return missed
 

@@ -101,13 +101,27 @@ def test_a_picture_has_the_arms_that_are_done(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("gap", "missed"), [(0.2, []), (0.05, ["half", "corner"])])
 def test_untrained_sizes_must_be_much_worse_than_trained_alone(gap: float, missed: list[str]) -> None:
-    found = results(0.0)
-    elastic = found["elastic-1"]
-    mutant = elastic | {"report": {name: loss + gap for name, loss in elastic["report"].items()}}
-    arms = study.Arms((0, 1), "no-anchors", study.RATES)
-    failures = study.report(arms, found | {"elastic-no-anchors-1": mutant})
+    arms, found = study.Arms((0, 1), "no-anchors", study.RATES), results(0.0)
+    failures = study.report(arms, found | {"elastic-no-anchors-1": untrained(found, gap)})
     assert [each.split(",")[0] for each in failures] == missed, failures
-    assert study.report(arms, found)[0] == "half, zero-shot − scratch, no-anchors: not done in any reported seed"
+
+
+def test_untrained_sizes_must_be_done_with_every_reported_seed() -> None:
+    arms, found = study.Arms((0, 1, 2), "no-anchors", study.RATES), results(0.0)
+    for gap, missed in ((0.2, []), (0.05, ["+0.0500, must be above 0.1"])):
+        failures = study.report(arms, found | {"elastic-no-anchors-1": untrained(found, gap)})
+        expected = ["done in 1 of 2 reported seeds", *missed]
+        assert failures == [
+            f"{size}, zero-shot − scratch, no-anchors: {each}" for size in ("half", "corner") for each in expected
+        ]
+    for runs in (found, {}):
+        assert study.report(arms, runs)[0] == "half, zero-shot − scratch, no-anchors: done in 0 of 2 reported seeds"
+
+
+def untrained(found: Results, gap: float) -> dict[str, Any]:
+    """Result of the elastic arm with every loss higher by ``gap``."""
+    elastic = found["elastic-1"]
+    return elastic | {"report": {name: loss + gap for name, loss in elastic["report"].items()}}
 
 
 def test_a_folder_that_lacks_runs_can_go_on(tmp_path: Path) -> None:
