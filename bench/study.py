@@ -14,7 +14,7 @@ Arms, each trained with every seed:
 elastic      ours: anchors trained from half of the steps on, jointly with the full network (`bench/study.toml`)
 ernie        the sampler that ERNIE 5.0 published
 emo          an ordinary network whose documents each use a pool of experts (EMO, 2605.06663)
-ordinary     an ordinary network, with the tokens of the elastic one (``ordinary``) and with its executed FLOPs (``ordinary+``)
+ordinary     an ordinary network, with the tokens of the elastic one (``ordinary``) and with its FLOPs (``ordinary+``)
 scratch-*    the shape of each size alone, with the same tokens
 heal-*       each size extracted from ``elastic``, and cut from ``ordinary`` and ``emo`` (experts: the better of removal and REAP; layers:
              error of the logits without the layer), healed with 6 % of its scratch FLOPs
@@ -482,7 +482,7 @@ def _compare_full(compared: _Comparisons) -> None:
     add = compared.add
     add("loss of ordinary, full", ["ordinary"], lambda row: float(row["ordinary"]["report"]["full"]), form="{:.4f}")
     add("elastic full − ordinary, equal tokens", *minus("elastic", "full", "ordinary"), EQUAL_TOKENS_AIM)
-    add("elastic full − ordinary, equal executed FLOPs", *minus("elastic", "full", "ordinary+"), EQUAL_FLOPS_AIM)
+    add("elastic full − ordinary, equal FLOPs", *minus("elastic", "full", "ordinary+"), EQUAL_FLOPS_AIM)
     add("FLOPs of elastic / ordinary", *_cost(["elastic"], "ordinary"), form="{:.3f}")
     add("elastic full − ernie full", *minus("elastic", "full", "ernie"))
     add("emo full − ordinary full", *minus("emo", "full", "ordinary"))

@@ -56,7 +56,7 @@ class Difference:
         return in_seeds(rows, self.arms, self.value)
 
 
-EQUAL_FLOPS = Difference("equal executed FLOPs", *minus("elastic", "full", "ordinary+"), EQUAL_FLOPS_AIM)
+EQUAL_FLOPS = Difference("equal FLOPs", *minus("elastic", "full", "ordinary+"), EQUAL_FLOPS_AIM)
 GROUPS: Mapping[str, Sequence[Difference]] = {
     "full network − ordinary": (
         Difference("equal tokens", *minus("elastic", "full", "ordinary"), EQUAL_TOKENS_AIM),

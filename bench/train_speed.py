@@ -13,8 +13,8 @@ jobs change processor time less than wall time.
 fp32 is timed as two equal networks; their ratio shows the noise. Exits with 1 if the losses of both networks differ, if the noise is
 larger than 5 %, or if by wall time the default is more than 5 % slower than fp32, or slower than transformers.
 
-``--joint`` compares steps of the demo's recipe instead: joint elastic steps, with the Subnets of its sampler, over ordinary steps, by the
-FLOPs that each executes per second. Exits with 1 if joint steps reach less than 90 % of the rate.
+``--joint`` compares steps of the demo's recipe instead: joint elastic steps, with the Subnets of its sampler, over ordinary steps, by
+counted FLOPs per second. Exits with 1 if joint steps reach less than 90 % of the rate.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ OPTIM = OptimConfig(lr=1e-4)
 LEAST = 0.95
 """Lower limit of the default's tokens/s over those of fp32, by wall time."""
 LEAST_JOINT = 0.9
-"""Lower limit of the executed FLOPs per second of joint steps over those of ordinary steps."""
+"""Lower limit of the counted FLOPs per second of joint steps over those of ordinary steps."""
 LENGTH = 256
 
 
@@ -240,7 +240,7 @@ def _show(console: Console, rows: int, samples: dict[str, list[Sample]]) -> None
 
 
 def _show_joint(rounds: int, console: Console) -> None:
-    """Executed FLOPs per second of joint steps and of ordinary steps of the demo's recipe. Single rows are not narrowed."""
+    """Counted FLOPs per second of joint steps and of ordinary steps of the demo's recipe. Single rows are not narrowed."""
     recipe, ranks = read_recipe("demo", Recipe), join("cpu")
     train, elastic, config = recipe.train, recipe.elastic, recipe.network()
     model = build(config, seed=0)

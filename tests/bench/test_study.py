@@ -309,7 +309,7 @@ def test_the_committed_record_prints_the_misses_that_the_documents_state() -> No
     missed = study.report(*study.read_record(record))
     assert [line.split(":")[0] for line in missed] == [
         "elastic full − ordinary, equal tokens",
-        "elastic full − ordinary, equal executed FLOPs",
+        "elastic full − ordinary, equal FLOPs",
     ]
 
 

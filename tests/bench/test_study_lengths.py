@@ -42,8 +42,8 @@ def test_the_longest_training_of_a_series_meets_the_aims_or_says_which_not(tmp_p
     assert (tmp_path / "lengths.png").stat().st_size > 1000
     dear, early = record(tmp_path / "c.json", 8000, 0.3), record(tmp_path / "d.json", 2000, 0.01, 0.25)
     assert missed(read_trainings([short, dear, early])) == [
-        "2.00k, sizes from 0.5 in 0.4 of the passes: full network − ordinary, equal executed FLOPs: +0.3000, aim at most 0.03",
-        "2.00k, sizes from 0.5 in 0.4 of the passes: equal executed FLOPs: the distance does not fall with length",
+        "2.00k, sizes from 0.5 in 0.4 of the passes: full network − ordinary, equal FLOPs: +0.3000, aim at most 0.03",
+        "2.00k, sizes from 0.5 in 0.4 of the passes: equal FLOPs: the distance does not fall with length",
     ]
 
 
@@ -73,7 +73,7 @@ def test_the_table_of_the_documents_is_what_the_records_print(
             headings = cells[4:]
         elif cells:
             rows.setdefault(_settings(*cells[:4]), {}).update(zip(headings, cells[4:], strict=True))
-    columns = ("equal tokens (≤ 0.02)", "equal executed FLOPs (≤ 0.03)")
+    columns = ("equal tokens (≤ 0.02)", "equal FLOPs (≤ 0.03)")
     columns += tuple(f"{size} (≤ {aim})" for size in ("half", "corner") for aim in ("0.03", "0"))
     table = re.findall(r"^\| [\d.]+M \|.*\|$", (docs / "EVIDENCE.md").read_text(encoding="utf-8"), re.MULTILINE)
     assert len(table) == len(rows) == 7
