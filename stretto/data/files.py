@@ -38,7 +38,7 @@ _DOCUMENTS = (".pdf", ".doc", ".docx", ".odt", ".rtf", ".epub", ".mobi", ".ipynb
 SPLITS = {"train": "train", "val": "val", "valid": "val", "validation": "val", "dev": "val", "test": "test"}
 _WORDS = re.compile("[a-z]+")
 _NOUNS = re.compile(r"\b(document|conversation|folder|file|split)s\b")
-_SMALLER = "{}, because the folder has more bytes of {}: read if named with another --data"
+_SMALLER = "{}: the folder has more bytes of {} (to read such files too, name them as data)"
 _SKIPPED_FOLDERS = ("__pycache__", "node_modules")
 
 
@@ -60,12 +60,15 @@ class LeftOut:
         return sum(num for num, _, _ in self._by_reason.values())
 
     def __str__(self) -> str:
-        """``2 empty (a.txt, …); 1 .png, 31 KiB``: reasons by falling number, each with an example and the bytes."""
+        """``2 empty (a.txt, …); 1 .png, 31 KiB``: reasons by falling number, each with an example and the bytes. What stands behind a colon
+        in a reason comes last."""
         parts = []
         for reason, (num, size, first) in sorted(self._by_reason.items(), key=lambda item: -item[1][0]):
             example = "" if reason.startswith(".") else f" ({first}{', …' if num > 1 else ''})"
-            reason = _NOUNS.sub(r"\1", reason, count=1) if num == 1 else reason
-            parts.append(f"{num:,} {reason}{example}" + (f", {numbers.size_in_bytes(size)}" if size else ""))
+            what, colon, why = reason.partition(":")
+            what = _NOUNS.sub(r"\1", what, count=1) if num == 1 else what
+            num_bytes = f", {numbers.size_in_bytes(size)}" if size else ""
+            parts.append(f"{num:,} {what}{example}{num_bytes}{colon}{why}")
         return "; ".join(parts)
 
 

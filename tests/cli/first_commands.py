@@ -203,7 +203,7 @@ def mixed(folder: Path, rng: random.Random) -> list[Command]:
     says = (
         "1 file",
         "1 copied (data/part-0.jsonl is data/copy.jsonl)",
-        "2 text files, because the folder has more bytes of JSONL",
+        "2 text files (LICENSE, …), 23 B: the folder has more bytes of JSONL",
         "1 .jpg",
     )
     return [pretrain(folder, folder / "t", says, num)]

@@ -85,15 +85,13 @@ def test_whichever_has_more_bytes_is_read(tmp_path: Path) -> None:
     found = find_files(tmp_path / "set")
     assert names(tmp_path / "set", found) == {"train": ["data/a.jsonl"]}
     assert str(found.left_out) == (
-        "1 text file, because the folder has more bytes of JSONL, CSV and Parquet: read if named with another --data (README.md), 5 B"
+        "1 text file (README.md), 5 B: the folder has more bytes of JSONL, CSV and Parquet (to read such files too, name them as data)"
     )
     make(tmp_path / "code", "src/a.py", "src/b.rs", "tests/fixture.csv", "package.json", "logo.png", size=100)
     found = find_files(tmp_path / "code")
     assert names(tmp_path / "code", found) == {"train": ["src/a.py", "src/b.rs"]}
-    records = (
-        "1 file of JSONL, CSV or Parquet, because the folder has more bytes of text: read if named with another --data"
-    )
-    for told in (f"{records} (tests/fixture.csv), 100 B", "1 .json, 100 B", "1 .png, 100 B"):
+    records = "1 file of JSONL, CSV or Parquet (tests/fixture.csv), 100 B: the folder has more bytes of text"
+    for told in (f"{records} (to read such files too, name them as data)", "1 .json, 100 B", "1 .png, 100 B"):
         assert told in str(found.left_out)
     make(tmp_path / "only", "c4.json.gz")
     assert names(tmp_path / "only", find_files(tmp_path / "only")) == {"train": ["c4.json.gz"]}
