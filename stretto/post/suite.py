@@ -218,8 +218,8 @@ def _flops(counts: Counts, samples: Sequence[Sample]) -> float:
     return sum(counts.forward_flops(each.num_tokens, (each.num_tokens + 1) / 2) for each in samples)
 
 
-def read_result(path: Path, kind: type[T], command: str) -> T:
-    """Read a record that `write_result` wrote. Raises `UserError`: no such file, or it is not readable; ``command`` writes it again."""
+def read_result(path: Path, kind: type[T], remedy: str) -> T:
+    """Read a record that `write_result` wrote. Raises `UserError` with ``remedy``: it is not readable."""
 
     def with_nan(tree: Any) -> Any:
         """``tree`` with NaN for null in intervals: JSON has no infinity."""
@@ -232,16 +232,17 @@ def read_result(path: Path, kind: type[T], command: str) -> T:
 
     try:
         return msgspec.convert(with_nan(msgspec.json.decode(path.read_bytes())), kind, str_keys=True)
-    except FileNotFoundError:
-        raise UserError(f"{path}: no such file; `{command}` makes or finishes it") from None
     except (OSError, msgspec.MsgspecError) as error:
         kind_name = kind.__name__.lower()
-        raise UserError(f"{path}: not readable as {kind_name}: {error}; repeat `{command}` in another folder") from None
+        raise UserError(f"{path}: not readable as {kind_name}: {error}; {remedy}") from None
 
 
 def read_evaluation(out: Path) -> Evaluation:
     """The finished evaluation in ``out``. Raises `UserError`: there is none, or it is not readable."""
-    return read_result(out / RESULT_FILE, Evaluation, f"stretto eval … -o {out}")
+    path, command = out / RESULT_FILE, f"`stretto eval … -o {out}`"
+    if not path.is_file():
+        raise UserError(f"{path}: no such file; {command} makes or finishes it")
+    return read_result(path, Evaluation, f"repeat {command} in another folder")
 
 
 def write_right_answers(out: Path, path: Path) -> int:

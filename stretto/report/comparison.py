@@ -214,9 +214,11 @@ def _previous(index: int, models: Sequence[Evaluation]) -> int | None:
 
 
 def read_comparison(out: Path) -> Comparison | None:
-    """The comparison that `stretto compare` wrote to ``out``; None: there is none. Raises `UserError`: it is not readable."""
+    """The comparison that the stage `evaluate` of a pipeline wrote to its folder ``out``; None: there is none. Raises `UserError`: it is
+    not readable, for example because an older version wrote it."""
     path = out / COMPARISON_FILE
-    return read_result(path, Comparison, f"stretto compare … -o {out}") if path.is_file() else None
+    remedy = f"repeat the stage: `stretto run RECIPE -o {out.parent} --from evaluate`, with the same recipe and --model"
+    return read_result(path, Comparison, remedy) if path.is_file() else None
 
 
 def _answers(

@@ -11,6 +11,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from stretto.base.errors import UserError
+from stretto.post.pipeline import COMPARISON_FILE
 from stretto.post.suite import RESULT_FILE
 from stretto.report.comparison import compare, comparison_table, read_comparison
 from tests.api.conftest import Run, refused
@@ -145,4 +147,11 @@ def test_a_comparison_is_read_as_it_was_written(stretto: Run, tmp_path: Path) ->
     expected = comparison_table(compare(models, {}, 0, 1))
     assert written == [[each.text, each.note] for row in expected.rows for each in row]
     assert read_comparison(tmp_path / "a") is None
+    older = msgspec.json.decode((tmp_path / "c" / COMPARISON_FILE).read_bytes())
+    del older["num_problems"]
+    (tmp_path / "c" / COMPARISON_FILE).write_bytes(msgspec.json.encode(older))
+    with pytest.raises(
+        UserError, match=f"num_problems.*; repeat the stage: `stretto run RECIPE -o {tmp_path} --from evaluate`"
+    ):
+        read_comparison(tmp_path / "c")
     refused(stretto("compare", *folders, "-o", tmp_path / "d", "--reference", "x"), "--reference x")
