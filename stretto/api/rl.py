@@ -333,7 +333,7 @@ def _online_recipe(recipe: RlRecipe, source: str, start: Path | None, self_teach
     teacher of all verifiable sources.
 
     Prints which sources have a judge and what keeps the policy near its start. Raises `UserError`: no source has a judge, or there
-    is not a start.
+    is no start.
     """
     is_verifiable = {name: source_kind(name, each.kind).is_verifiable for name, each in recipe.sources.items()}
     judged, verifiable = ([name for name, each in is_verifiable.items() if each is kind] for kind in (False, True))

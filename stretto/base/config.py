@@ -281,20 +281,28 @@ def read_versioned(path: Path, kind: type[ConfigT], version: int) -> ConfigT:
 
 
 def check_unchanged(
-    old: Mapping[str, Any], new: Mapping[str, Any], where: Path | str, free: Sequence[str] = ()
+    old: Mapping[str, Any],
+    new: Mapping[str, Any],
+    where: Path | str,
+    free: Sequence[str] = (),
+    *,
+    work: str = "run",
+    remedy: str = "start a new run folder",
+    options: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
     """Compare the recipe of the run in folder ``where`` (as plain data, see `completed`) with the one it is to be resumed with.
 
     Fields in ``free`` may differ; a name that ends with a dot stands for a whole table. Raises `UserError`: another field
-    differs; the message names the first one.
+    differs; the message names the first one, its option if the last part of the field's name has one in ``options``, and the ``remedy``.
     """
     tables = tuple(name for name in free if name.endswith("."))
     for field, values in differences(old, new).items():
         if field not in free and not field.startswith(tables):
             before, after = ("not set" if value is None else repr(value) for value in values)
+            option = options.get(field.rpartition(".")[2])
+            name = f"{field} ({option})" if option else field
             raise UserError(
-                f"{where}: {field}: was {before} when this run started, is {after} now; "
-                "change it back, or start a new run folder"
+                f"{where}: {name}: was {before} when this {work} started, is {after} now; change it back, or {remedy}"
             )
 
 

@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 import torch
 
-from stretto.base.config import completed, differences
+from stretto.base.config import check_unchanged, completed
 from stretto.base.errors import UserError
 from stretto.base.paths import claimed, read_json, write_text
 from stretto.base.records import find_lineage, history
@@ -158,7 +158,15 @@ def evaluate(
         if (out / ASKED_FILE).is_file():
             before = read_json(out / ASKED_FILE)
             before["suites"] = {name: completed(SuiteConfig, suite) for name, suite in before["suites"].items()}
-            _check_same(before, asked, out)
+            check_unchanged(
+                before,
+                asked,
+                out,
+                ("baselines", "embed"),
+                work="evaluation",
+                remedy="choose another folder with --out",
+                options={"problems": "--limit", "samples": "--samples", "temperature": "--temperature"},
+            )
         if (out / RESULT_FILE).is_file():
             found = read_evaluation(out)
             if found.asked == asked and not any(domain.num_infra for domain in found.domains.values()):
@@ -176,18 +184,6 @@ def evaluate(
         found = Evaluation(name, asked, mean, domains, cost, [stage.run_id for stage in history(find_lineage(folder))])
         write_result(out / RESULT_FILE, found)
     return found
-
-
-def _check_same(before: Mapping[str, Any], asked: Mapping[str, Any], out: Path) -> None:
-    """Raises UserError: the evaluation in ``out`` was asked for with ``before``, which differs from ``asked``."""
-    options = {"problems": " (--limit)", "samples": " (--samples)", "temperature": " (--temperature)"}
-    for name, values in differences(before, asked).items():
-        if name not in ("baselines", "embed"):
-            was, now = ("not set" if value is None else repr(value) for value in values)
-            option = options.get(name.rpartition(".")[2], "")
-            raise UserError(
-                f"{out}: {name}{option}: was {was} when this evaluation started, is {now} now; change it back, or choose another --out"
-            )
 
 
 def write_result(path: Path, found: Any) -> None:

@@ -315,7 +315,7 @@ def test_another_evaluation_is_refused(model: Path, own: str, whole: Path) -> No
     ):
         with pytest.raises(UserError, match=f"{next(iter(changes))}|problems"):
             run(model, suite(own), whole, **changes)
-    said = r"suites\.mine\.problems \(--limit\): was .* when this evaluation started, is 3 now; .*, or choose another --out$"
+    said = r"suites\.mine\.problems \(--limit\): was .* when this evaluation started, is 3 now; .*, or choose another folder with --out$"
     with pytest.raises(UserError, match=said):
         run(model, suite(own), whole, limit=3)
     with pytest.raises(UserError, match=r"--samples 3: suite mine decodes greedily \(temperature 0\)"):
