@@ -20,7 +20,7 @@ from stretto.api.search import named_subnet
 from stretto.api.stages import ModelLike, PathLike, model_path, new_folder, several, shown
 from stretto.base.config import validate_options
 from stretto.base.endpoint import served_name
-from stretto.base.errors import UserError, user_errors
+from stretto.base.errors import UserError, user_errors_naming
 from stretto.base.paths import CHECKPOINT, checkpoint_folder, claimed, model_name, sized, user_path, write_json
 from stretto.base.track import say, wide_console
 from stretto.data.sources import open_source
@@ -106,7 +106,7 @@ class Compared(Tabled):
         return Plot(domain_lines(self.result))
 
 
-@user_errors
+@user_errors_naming(further=EvalOptions.model_fields)
 def evaluate(
     model: ModelLike,
     suites: SuitesLike,
@@ -194,7 +194,7 @@ def _refuse_unused(
         raise UserError(f"--suite {theirs[0]}: evaluates one size at a time; leave out --presets, give --subnet")
 
 
-@user_errors
+@user_errors_naming(further=EvalOptions.model_fields)
 def compare(
     models: ModelLike | Sequence[ModelLike],
     out: PathLike | None = None,

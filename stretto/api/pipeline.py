@@ -33,7 +33,7 @@ from stretto.api.model import Model, load
 from stretto.api.stages import ModelLike, PathLike, model_path, run_folder
 from stretto.api.train import command_to_try
 from stretto.base.config import Config, Settings, differences, read_recipe, validate
-from stretto.base.errors import UserError, nearest, user_errors
+from stretto.base.errors import UserError, nearest, user_errors_naming
 from stretto.base.numbers import durations_alike, listed, short, si, si_alike
 from stretto.base.paths import CHECKPOINT, RUN_FILE, checkpoint_folder, claimed, read_json, user_path, write_json
 from stretto.base.records import Receipt, find_lineage
@@ -99,7 +99,7 @@ class Pipeline:
         return is_reported and (self.folder / step.name / step.result).exists()
 
 
-@user_errors
+@user_errors_naming(renamed={"from": "first"})
 def run(
     recipe: PathLike,
     model: ModelLike | None = None,
@@ -141,7 +141,7 @@ def run(
         if name is not None and name not in stages:
             raise UserError(f"{flag} {name}: no such stage{nearest(name, stages)}; this pipeline has {listed(stages)}")
     if first is not None and until is not None and STAGES.index(first) > STAGES.index(until):
-        raise UserError(f"--from {first} --until {until}: the first stage comes after the last; exchange them")
+        raise UserError(f"--from {first}, --until {until}: the first stage comes after the last; exchange them")
     if price is not None and not dry_run:
         raise UserError("--price: only the plan of --dry-run uses it; add that, or leave it out")
     takes_model = any("model" in _named_places(step) for step in steps)
@@ -197,7 +197,7 @@ def check_unchanged(pipeline: Pipeline) -> None:
                 continue
             raise UserError(
                 f"{pipeline.folder / STATE_FILE}: {step.name}: {field} was {before!r} when this stage ran, is {now!r} now; "
-                f"undo the change, or repeat the stage with --from {step.stage}"
+                f"undo the change, or repeat the stage with --from={step.stage}"
             )
 
 

@@ -24,7 +24,7 @@ from stretto.api.train import (
     write_result,
 )
 from stretto.base.config import Settings, overriding, read_recipe, source_name, validate_options
-from stretto.base.errors import UserError, user_errors
+from stretto.base.errors import UserError, user_errors, user_errors_naming
 from stretto.base.paths import CHECKPOINT, checkpoint_folder, user_path
 from stretto.base.track import require_wandb, say
 from stretto.harness.suites import serving
@@ -160,7 +160,7 @@ def _is_sft_recipe(recipe: SftRecipeLike | RlRecipeLike) -> bool:
     return True
 
 
-@user_errors
+@user_errors_naming(further=MergeOptions.model_fields)
 def merge(
     method: str,
     models: Sequence[ModelLike],

@@ -51,7 +51,7 @@ from stretto.api.train import (
     write_result,
 )
 from stretto.base.config import Settings, overriding, read_recipe, validate
-from stretto.base.errors import UserError, user_errors
+from stretto.base.errors import UserError, user_errors, user_errors_naming
 from stretto.base.paths import (
     CHECKPOINT,
     checkpoint_folder,
@@ -199,7 +199,7 @@ def tokenize(
     return folder
 
 
-@user_errors
+@user_errors_naming(renamed={"from": "origin"})
 def pretrain(
     recipe: RecipeLike,
     data: Data = (),
@@ -272,7 +272,7 @@ def pretrain(
     return load(folder, device=device)
 
 
-@user_errors
+@user_errors_naming(further=AdoptOptions.model_fields)
 def adopt(
     source: PathLike,
     out: PathLike | None = None,

@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from functools import wraps
 from inspect import signature
+from types import MappingProxyType
 from typing import ParamSpec, TypeVar
 
 P = ParamSpec("P")
@@ -39,36 +40,64 @@ def of_system(error: OSError) -> UserError | None:
 def user_errors(function: Callable[P, T]) -> Callable[P, T]:
     """Decorator of public API functions: an `OSError` about a file becomes a `UserError`, as on the command line. A `UserError` names
     arguments of the function instead of options of its command: ``force=True`` for ``--force``."""
-    defaults = {name: each.default for name, each in signature(function).parameters.items()}
+    return user_errors_naming()(function)
 
-    @wraps(function)
-    def wrapped(*args: P.args, **kwargs: P.kwargs) -> T:
-        try:
-            return function(*args, **kwargs)
-        except UserError as error:
-            if error.command_text is None:
-                error.command_text = str(error)
-                error.args = (_with_arguments(error.command_text, {**kwargs, **defaults}),)
-            raise
-        except OSError as error:
-            if (user_error := of_system(error)) is None:
+
+def user_errors_naming(
+    *, further: Iterable[str] = (), renamed: Mapping[str, str] = MappingProxyType({})
+) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """`user_errors` for a function with ``further`` keyword arguments behind ``**``, and with arguments that have another name than their
+    option: ``renamed``, by option."""
+
+    def decorator(function: Callable[P, T]) -> Callable[P, T]:
+        known = dict.fromkeys(further) | {name: each.default for name, each in signature(function).parameters.items()}
+
+        @wraps(function)
+        def wrapped(*args: P.args, **kwargs: P.kwargs) -> T:
+            try:
+                return function(*args, **kwargs)
+            except UserError as error:
+                if error.command_text is None:
+                    error.command_text = str(error)
+                    unknown = dict.fromkeys(kwargs)  # such as a misspelt one
+                    error.args = (_with_arguments(error.command_text, unknown | known, renamed),)
                 raise
-            raise user_error from error
+            except OSError as error:
+                if (user_error := of_system(error)) is None:
+                    raise
+                raise user_error from error
 
-    return wrapped
+        return wrapped
+
+    return decorator
 
 
-def _with_arguments(message: str, defaults: Mapping[str, object]) -> str:
-    """``message`` with the arguments of a Python function, which have these defaults, in place of options. Commands in backticks stay."""
+_OPTION = re.compile(
+    r"`[^`]*`|(?P<word>\w )?(?<![\w-])--(?P<option>[a-z][a-z-]*)"
+    r"(?:(?:=(?=\w)| (?=[^\s,;]*[\d=]|[A-Z]|(?:auto|copy|cpu|gptq|influence|none|split)\b))(?P<value>[^\s,;)]+))?"
+)
+"""An option in a message, with the word before it and the value behind it if there are any; or a command in backticks. A value stands
+behind an equals sign, or is told from the next word of the sentence by a digit, an equals sign, capitals, or as one of the words listed."""
+
+
+def _with_arguments(message: str, defaults: Mapping[str, object], renamed: Mapping[str, str]) -> str:
+    """``message`` with the arguments of a Python function, which have these defaults, in place of options. Behind a word an argument is
+    written as in a call: "add lora=16", "choose another with out=". Commands in backticks stay."""
 
     def argument(found: re.Match[str]) -> str:
-        option = (found[1] or "").replace("-", "_")
-        for name in (option, f"{option}s", "settings" if option == "set" else ""):
-            if name in defaults:
-                return f"{name}=True" if defaults[name] is False else name
-        return found[0]
+        option = (found["option"] or "").replace("-", "_")
+        names = (renamed.get(option, option), f"{option}s", "settings" if option == "set" else "")
+        name = next((each for each in names if each in defaults), None)
+        if name is None:
+            return found[0]
+        word, value = found["word"] or "", found["value"]
+        if defaults[name] is False:
+            return f"{word}{name}=True" + (f" {value}" if value else "")
+        if not word:
+            return f"{name} {value}" if value else name
+        return f"{word}{name}=" + (f"[{value!r}]" if value and "=" in value else value or "")
 
-    return re.sub(r"`[^`]*`|(?<![\w-])--([a-z][a-z-]*)", argument, message)
+    return _OPTION.sub(argument, message)
 
 
 class InfraError(RuntimeError):

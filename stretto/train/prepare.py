@@ -169,7 +169,9 @@ def require_outside(out: Path, data: Sequence[str], text: TextOptions) -> None:
         path, folder = Path(source).resolve(), out.resolve()
         is_own = folder / "data" in (path, path.parent) and is_data_folder(source)
         if path.exists() and path.is_relative_to(folder) and not is_own:
-            raise UserError(f"{option} {argument}: lies in the output folder {out}; name another output folder with -o")
+            raise UserError(
+                f"{option} {argument}: lies in the output folder {out}; name another output folder with --out"
+            )
 
 
 def is_data_folder(source: str) -> bool:

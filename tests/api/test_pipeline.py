@@ -104,7 +104,7 @@ def test_conversations_that_a_kill_left_half_read_are_read_anew(stretto: Run, pi
         (
             {},
             ["--from", "distill", "--until", "sft"],
-            "--from distill --until sft: the first stage comes after the last",
+            "--from distill, --until sft: the first stage comes after the last",
         ),
         ({}, ["--price", "2"], "--price: only the plan of --dry-run uses it"),
         ({"experts": {"recipe": {"optim": {"lr": -1}}}}, [], "experts, flip: optim.lr"),

@@ -216,7 +216,7 @@ def test_a_missing_tracker_is_found_before_anything_is_written(
         "rl": lambda out: stretto.rl("rl_gym", served_run, out, wandb="x"),
         "sft": lambda out: stretto.sft("sft", served_run, tmp_path / "a.txt", out, wandb="x"),
     }
-    with pytest.raises(UserError, match="wandb x: W&B is not installed"):
+    with pytest.raises(UserError, match=r"^wandb x: W&B is not installed; .*, or leave wandb= out$"):
         asked[stage](tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
@@ -267,7 +267,10 @@ def test_a_model_continues_after_a_request_that_fails(served_run: Path) -> None:
         (lambda model: model.generate("a", subnet="crner"), "^subnet crner: unknown preset"),
         (lambda model: stretto.extract(model, "half", model.source / "run.json"), "replace it with force=True$"),
         (lambda model: stretto.search(model, max_total=2, options=None), "^max_total 2: not a share"),
-        (lambda model: stretto.evaluate(model, "gym", "o", samples=3, temperature=0.0), "leave samples out"),
+        (lambda model: stretto.evaluate(model, "gym", "o", samples=3, temperature=0.0), "leave samples= out"),
+        (lambda model: stretto.run("pipeline", model, "o", first="online"), "^first online: no such stage"),
+        (lambda model: stretto.run("pipeline", model, "o", price=2), "only the plan of dry_run=True uses it"),
+        (lambda model: stretto.tokenize(model.source / "run.json", model.source), "another output folder with out=$"),
     ],
 )
 def test_arguments_of_other_types_are_one_line(served_run: Path, call: Callable[[Any], Any], message: str) -> None:
@@ -455,6 +458,9 @@ def test_a_suite_may_be_a_mapping_with_a_class(served_run: Path, tmp_path: Path)
     found = stretto.evaluate(served_run, suites, tmp_path / "one", samples=1, device="cpu")
     assert isinstance(found, Evaluated) and list(found.scores) == ["ones"]
     assert found.result.asked["suites"]["mine"]["sources"]["ones"]["kind"] == f"{__name__}:Ones"
+    more = {"mine": suites["mine"] | {"problems": 3}}
+    with pytest.raises(UserError, match=r"mine\.problems \(limit\): was 2 .*, or choose another folder with out=$"):
+        stretto.evaluate(served_run, more, tmp_path / "one", samples=1, device="cpu")
     both = stretto.compare([tmp_path / "one", served_run], tmp_path / "both", suites=suites, samples=1, device="cpu")
     assert both.result.models == ["tiny", "tiny"]
     for tree, said in (
