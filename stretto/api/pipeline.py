@@ -197,7 +197,7 @@ def check_unchanged(pipeline: Pipeline) -> None:
                 continue
             raise UserError(
                 f"{pipeline.folder / STATE_FILE}: {step.name}: {field} was {before!r} when this stage ran, is {now!r} now; "
-                f"undo the change, or repeat the stage with --from={step.stage}"
+                f"undo the change, or repeat the stage with --from {step.stage}"
             )
 
 

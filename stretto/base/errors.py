@@ -72,17 +72,13 @@ def user_errors_naming(
     return decorator
 
 
-_OPTION = re.compile(
-    r"`[^`]*`|(?P<word>\w )?(?<![\w-])--(?P<option>[a-z][a-z-]*)"
-    r"(?:(?:=(?=\w)| (?=[^\s,;]*[\d=]|[A-Z]|(?:auto|copy|cpu|gptq|influence|none|split)\b))(?P<value>[^\s,;)]+))?"
-)
-"""An option in a message, with the word before it and the value behind it if there are any; or a command in backticks. A value stands
-behind an equals sign, or is told from the next word of the sentence by a digit, an equals sign, capitals, or as one of the words listed."""
+_OPTION = re.compile(r"`[^`]*`|(?P<word>\w )?(?<![\w-])--(?P<option>[a-z][a-z-]*)")
+"""An option in a message, with the word before it if there is one; or a command in backticks."""
 
 
 def _with_arguments(message: str, defaults: Mapping[str, object], renamed: Mapping[str, str]) -> str:
-    """``message`` with the arguments of a Python function, which have these defaults, in place of options. Behind a word an argument is
-    written as in a call: "add lora=16", "choose another with out=". Commands in backticks stay."""
+    """``message`` with the arguments of a Python function, which have these defaults, in place of options: "out: is a file" for "--out: is a
+    file", "add argument lora 16" for "add --lora 16". Commands in backticks stay."""
 
     def argument(found: re.Match[str]) -> str:
         option = (found["option"] or "").replace("-", "_")
@@ -90,12 +86,10 @@ def _with_arguments(message: str, defaults: Mapping[str, object], renamed: Mappi
         name = next((each for each in names if each in defaults), None)
         if name is None:
             return found[0]
-        word, value = found["word"] or "", found["value"]
+        word = found["word"] or ""
         if defaults[name] is False:
-            return f"{word}{name}=True" + (f" {value}" if value else "")
-        if not word:
-            return f"{name} {value}" if value else name
-        return f"{word}{name}=" + (f"[{value!r}]" if value and "=" in value else value or "")
+            return f"{word}{name}=True"
+        return f"{word}argument {name}" if word else name
 
     return _OPTION.sub(argument, message)
 
