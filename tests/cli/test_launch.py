@@ -86,28 +86,30 @@ def test_torchrun_waits_for_a_snapshot_after_a_signal(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="finds the ranks in /proc")
-def test_a_second_signal_ends_the_ranks_at_once() -> None:
-    """The first one goes to torchrun, here a process that waits for its rank, and neither of them obeys it."""
-    rank = "import time; time.sleep(120)"
-    waits = f"import signal, subprocess; signal.signal(2, signal.SIG_IGN); subprocess.run(['{sys.executable}', '-c', '{rank}'])"
+def test_a_second_signal_ends_the_ranks_at_once(tmp_path: Path) -> None:
+    """The first one goes to torchrun, here a process that waits for its rank and writes how it ended; neither of them obeys it."""
+    told = tmp_path / "code"
+    rank = [sys.executable, "-c", "import time; time.sleep(20)"]
+    waits = (
+        "import pathlib, signal, subprocess; signal.signal(signal.SIGINT, signal.SIG_IGN); "
+        f"pathlib.Path({str(told)!r}).write_text(str(subprocess.run({rank}).returncode))"
+    )
 
     def press_twice() -> None:
         deadline_s = time.monotonic() + 60.0
         while not any(children(child) for child in children(os.getpid())) and time.monotonic() < deadline_s:
             time.sleep(0.05)
-        for _ in range(2):
-            os.kill(os.getpid(), signal.SIGINT)
-            time.sleep(0.5)
-            ended.append(process_has_ended.is_set())
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.5)
+        had_ended.append(told.exists())
+        os.kill(os.getpid(), signal.SIGINT)
 
-    ended: list[bool] = []
-    process_has_ended = threading.Event()
+    had_ended: list[bool] = []
     thread = threading.Thread(target=press_twice)
     thread.start()
     assert cli_launch._run([sys.executable, "-c", waits], dict(os.environ)) == 130
-    process_has_ended.set()
     thread.join()
-    assert ended[0] is False
+    assert had_ended == [False] and told.read_text() == "-9"
 
 
 @pytest.mark.slow
