@@ -40,9 +40,12 @@ def write_trained(
 
     The keyword arguments are those of `new_lineage` and `write_checkpoint`. ``config``: settings of the stage. ``spent``: cost of
     the stage before ``meter`` was started.
+
+    Raises UserError, on all ranks: the checkpoint cannot be written.
     """
     state = full_state(model)
-    if ranks.is_first:
+
+    def write() -> None:
         counts = count(model.config, model.config.full())
         receipt = meter.receipt(peak_bytes(ranks.device))
         lineage = new_lineage(
@@ -67,5 +70,6 @@ def write_trained(
             lineage=lineage,
             integers=integers,
         )
-    ranks.barrier()
+
+    ranks.first(write)
     return folder
