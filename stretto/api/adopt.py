@@ -96,8 +96,8 @@ class AdoptOptions(Config):
     """Options of `adopt_command`."""
 
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Data type of the written weights; ``auto``: that of the source, or bf16 if the source is quantised. With ``auto``, routers in fp32
-    beside narrower weights stay fp32."""
+    """Data type of the written weights; ``auto``: that of the source; bf16 if it is a quantised folder, fp32 if it is a quantised GGUF file.
+    With ``auto``, routers in fp32 beside narrower weights stay fp32."""
     order: ExpertRule | Literal["none"] = "reap"
     """Criterion for ranking experts; ``none``: neither experts nor layers are measured, and no text is read."""
     layer_order: Literal["leave-one-out", "influence"] = "leave-one-out"
@@ -184,7 +184,10 @@ def adopt_command(source: str, out: Path, options: AdoptOptions) -> None:
                 refuse_fp16(target, dtype)
             elif options.upcycling is not None and target.only_ranks and dtype == torch.float16:
                 dtype = torch.bfloat16
-                say("--dtype auto: writing bfloat16, because float16 cannot hold the router weights of a split network")
+                say(
+                    "--dtype auto: writing bfloat16, because float16 cannot hold the router weights of a split network; this rounds all "
+                    "weights to 8 bits of precision, --dtype float32 keeps them exact"
+                )
             _require_room(out, Network(target, _family(state, options), state, {}), dtype)
             meter = Meter("adopt", device_name(torch.device("cpu")))
             whole = state.unchanged(dtype, fp32) if options.upcycling is None else ()
