@@ -367,7 +367,7 @@ def _refuse_other_files(folder: Path) -> None:
 
 def generation_settings(folder: Path, config: ModelConfig) -> dict[str, Any]:
     """Contents of generation_config.json: the settings beside the tokenizer in ``folder``. Without them, generation ends at the end of a
-    document, at the end of a turn, and at the end tokens in config.json.
+    document, at the end of a turn, and at those end tokens in config.json that are in the vocabulary.
 
     Raises UserError: the folder has no tokenizer, the tokenizer has more tokens than the embedding, or an id is not an integer.
     """
@@ -383,19 +383,20 @@ def generation_settings(folder: Path, config: ModelConfig) -> dict[str, Any]:
     path = folder / GENERATION_FILE
     has_settings = path.is_file()
     if not has_settings:
-        path = folder / "config.json"  # transformers takes the token ids from there
+        path = folder / "config.json"  # transformers takes the end tokens from there
     own = read_json(path) if path.is_file() else {}
     if not isinstance(own, dict):
         raise UserError(f"{path}: not a JSON object; the file is damaged")
-    for name in _TOKEN_IDS:
+    for name in _TOKEN_IDS if has_settings else ("eos_token_id",):
         value = own.get(name)
         ids = value if isinstance(value, list) and value else [value]
         if value is not None and any(type(index) is not int for index in ids):
             raise UserError(f"{path}: {name}: {value!r} is not a token id; correct or remove it")
     if not has_settings:
-        own = {name: own.get(name) for name in _TOKEN_IDS}
-        if (told := own["eos_token_id"]) is not None:
-            own["eos_token_id"] = list(dict.fromkeys([*(told if isinstance(told, list) else [told]), *ends]))
+        told = own.get("eos_token_id")
+        listed: list[int | None] = told if isinstance(told, list) else [told]
+        known = [index for index in listed if index is not None and 0 <= index < config.vocab_size]
+        return found | {"eos_token_id": list(dict.fromkeys([*known, *ends]))}
     return found | {name: value for name, value in own.items() if value is not None and name != "transformers_version"}
 
 

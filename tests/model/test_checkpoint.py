@@ -166,6 +166,10 @@ def test_ends_in_config_json_count_without_a_generation_config(tmp_path: Path) -
     write_checkpoint(tmp_path / "c", model, model.config, tokenizer_dir=tmp_path / "source")
     made = GenerationConfig.from_pretrained(tmp_path / "c")
     assert (made.eos_token_id, made.pad_token_id) == ([tokenizer.eos_id, 2], tokenizer.eos_id)
+    config.write_text(json.dumps({"eos_token_id": [-1, 50256], "bos_token_id": 50256, "pad_token_id": -1}))
+    write_checkpoint(tmp_path / "c", model, model.config, tokenizer_dir=tmp_path / "source")
+    made = GenerationConfig.from_pretrained(tmp_path / "c")
+    assert (made.eos_token_id, made.bos_token_id, made.pad_token_id) == ([tokenizer.eos_id], None, tokenizer.eos_id)
     (tmp_path / "source" / "generation_config.json").write_text(json.dumps({"eos_token_id": 5}))
     write_checkpoint(tmp_path / "c", model, model.config, tokenizer_dir=tmp_path / "source")
     assert GenerationConfig.from_pretrained(tmp_path / "c").eos_token_id == 5
