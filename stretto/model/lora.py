@@ -226,9 +226,10 @@ def load_adapters(folder: Path, model: Transformer, family: Family, config: Lora
         is_alone = not is_nested and any(str(name).endswith("gate_up_proj") for name in parameters)
         for piece, a_RI, b_OR in _adapters(model, _chosen(model.config, family, config)):
             theirs = piece.theirs
-            # peft then gives the adapter of gate and up the name of that of down
             if is_alone and piece.kind == "experts":
-                theirs = theirs.removesuffix(_INNER) if theirs.endswith(_INNER) else ""
+                if not theirs.endswith(_INNER):
+                    continue  # of down, which was not adapted: peft gives its name to the adapter of gate and up
+                theirs = theirs.removesuffix(_INNER)
             name, rank = f"{_PREFIX}{theirs}.lora_", a_RI.shape[-2]
             if f"{name}A.weight" not in files.names:
                 continue
