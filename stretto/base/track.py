@@ -48,13 +48,18 @@ def progress(
     unit: str = "",
     console: Console | None = None,
     pauses_s: Sequence[float] = PAUSES_S,
+    is_shown: bool = True,
 ) -> Iterator[Advance]:
     """Show a progress bar for ``total`` units of work (None: unknown); yields the function that advances it.
 
     ``unit`` is the plural of what is counted; numbers of ``bytes`` are shown as ``1.5 KiB``.
     ``advance(num, status)`` may be called from any thread; ``status`` is a short text after the bar. Bars may nest. Outside a
     terminal (CI, a pipe), lines are printed instead: at the start, at the end, and after each of ``pauses_s``, also without progress.
+    Nothing is shown or printed without ``is_shown``, as on all ranks but the first.
     """
+    if not is_shown:
+        yield lambda num=1, status=None, /: None
+        return
     console = console or wide_console()
     start = time.perf_counter()
     num_done, last_status = 0, ""

@@ -10,7 +10,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -271,17 +271,12 @@ class Training:
         else:
             self.own_time = OwnTime(self.model, ranks)  # its hooks would cut compiled blocks into pieces
         log = tracker(self.step) if tracker is not None and ranks.is_first else None
-        bar = (
-            progress(self.stage, train.steps, "steps")
-            if ranks.is_first
-            else nullcontext(lambda num=1, status=None: None)
-        )
         try:
             with (
                 deterministic(train.deterministic),
                 freed_memory_kept(ranks.device),
                 watched(self.model, ranks, 60 * train.hang_minutes, lambda: self.writer.is_waited_for) as goes_on,
-                bar as advance,
+                progress(self.stage, train.steps, "steps", is_shown=ranks.is_first) as advance,
                 _deferred_signals() as received,
             ):
                 self._take_steps(plan, log, advance, received, goes_on)

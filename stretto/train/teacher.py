@@ -11,7 +11,6 @@ from __future__ import annotations
 import hashlib
 import math
 import shutil
-from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -112,13 +111,8 @@ class LogitCache:
         before = loader.state()
         loader.restore(meta.loader)
         done = meta.num_rows
-        bar = (
-            progress("teacher's logits", num_rows // micro_rows)
-            if ranks.is_first
-            else nullcontext(lambda num=1, status=None: None)
-        )
         try:
-            with bar as advance:
+            with progress("teacher's logits", num_rows // micro_rows, is_shown=ranks.is_first) as advance:
                 advance(done // micro_rows)
                 while done < num_rows:
                     batch = EvalBatch.of(loader.next(), ranks.device)

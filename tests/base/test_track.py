@@ -181,6 +181,13 @@ def test_the_line_of_the_end_is_the_last() -> None:
     assert output(console).splitlines()[-1].startswith("counting: done, 0 of 3 in ")
 
 
+def test_progress_that_is_not_shown_prints_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    with progress("training", 2, is_shown=False) as advance:
+        advance(1, "loss 1")
+        advance()
+    assert capsys.readouterr().out == ""
+
+
 def test_brackets_in_a_status_are_text() -> None:
     console = terminal()
     with progress("read [/a]", console=console) as advance:
