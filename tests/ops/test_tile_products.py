@@ -20,7 +20,7 @@ EPS = 2.0**-8
 
 
 @pytest.fixture(autouse=True)
-def matrix_unit(library: object) -> None:
+def bf16_kernels(library: object) -> None:
     if not training.has_bf16_kernels():
         pytest.skip("no bf16 products (AMX, AVX512_BF16)")
 
@@ -132,7 +132,7 @@ def test_the_head_and_its_gradients() -> None:
             assert relative(ours, theirs) < 3 * EPS and not torch.equal(ours, theirs)
 
 
-def test_what_the_matrix_unit_does_not_multiply() -> None:
+def test_what_the_bf16_kernels_do_not_multiply() -> None:
     x, weight = torch.ones(3, 4), torch.ones(5, 4)
     assert training.rounds(x, weight)
     assert not training.rounds(x, weight.bfloat16()) and not training.rounds(x.double(), weight)

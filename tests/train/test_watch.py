@@ -88,8 +88,8 @@ def test_forward_passes_and_a_lone_rank_are_no_hang(ends: list[int], world: int)
 
 def test_a_wait_for_the_disk_is_no_hang(ends: list[int]) -> None:
     waits = True
-    with watched(build(CONFIG, 0), TWO, 0.05, lambda: waits):
-        time.sleep(0.3)
+    with watched(build(CONFIG, 0), TWO, 0.5, lambda: waits):
+        time.sleep(1.5)
         assert ends == []
         waits = False
         deadline_s = time.monotonic() + 30.0
