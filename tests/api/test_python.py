@@ -270,7 +270,10 @@ def test_a_model_continues_after_a_request_that_fails(served_run: Path) -> None:
         (lambda model: stretto.evaluate(model, "gym", "o", samples=3, temperature=0.0), "leave argument samples out"),
         (lambda model: stretto.run("pipeline", model, "o", first="online"), "^first online: no such stage"),
         (lambda model: stretto.run("pipeline", model, "o", price=2), "only the plan of dry_run=True uses it"),
-        (lambda model: stretto.tokenize(model.source / "run.json", model.source), "another output folder with argument out$"),
+        (
+            lambda model: stretto.tokenize(model.source / "run.json", model.source),
+            "another output folder with argument out$",
+        ),
     ],
 )
 def test_arguments_of_other_types_are_one_line(served_run: Path, call: Callable[[Any], Any], message: str) -> None:
@@ -459,7 +462,9 @@ def test_a_suite_may_be_a_mapping_with_a_class(served_run: Path, tmp_path: Path)
     assert isinstance(found, Evaluated) and list(found.scores) == ["ones"]
     assert found.result.asked["suites"]["mine"]["sources"]["ones"]["kind"] == f"{__name__}:Ones"
     more = {"mine": suites["mine"] | {"problems": 3}}
-    with pytest.raises(UserError, match=r"mine\.problems \(limit\): was 2 .*, or choose another folder with argument out$"):
+    with pytest.raises(
+        UserError, match=r"mine\.problems \(limit\): was 2 .*, or choose another folder with argument out$"
+    ):
         stretto.evaluate(served_run, more, tmp_path / "one", samples=1, device="cpu")
     both = stretto.compare([tmp_path / "one", served_run], tmp_path / "both", suites=suites, samples=1, device="cpu")
     assert both.result.models == ["tiny", "tiny"]
