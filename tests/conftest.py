@@ -49,6 +49,14 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+@pytest.fixture(scope="session", autouse=True)
+def kernels() -> None:
+    """Load the compiled kernels of training, which a process does once, before a test that sets STRETTO_NATIVE=0 asks for them."""
+    from stretto.ops.native import training
+
+    training.library()
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """In one line what this machine left untested, and how to get it."""
     skipped = terminalreporter.stats.get("skipped", [])
