@@ -45,7 +45,10 @@ class TokenizeBody(Body):
         json_schema_extra={
             "oneOf": [
                 {"required": ["prompt"], "properties": {"prompt": {"type": "string"}}},
-                {"required": ["messages"], "properties": {"messages": {"type": "array"}}},
+                {
+                    "required": ["messages"],
+                    "properties": {"messages": {"type": "array"}, "add_special_tokens": {"enum": [False, None]}},
+                },
             ]
         }
     )

@@ -86,7 +86,7 @@ def data() -> ReportData:
 def test_the_story_goes_on_with_post_training(data: ReportData, tmp_path: Path) -> None:
     models = [evaluation("healed", {"sums": [0.0] * 8}), evaluation("sft", {"sums": [0.0, 1.0] * 4})]
     commands = (("Serve it", "stretto serve runs/demo/post/sft"),)
-    told = replace(data, post=compare(models, {}, reference=1), commands=commands)
+    told = replace(data, post=compare(models, {}, reference=0), commands=commands)
     page = report_page(told)
     assert [section.slug for section in page.sections][6:] == ["domains", "cost", "samples", "next"]
     assert "Post-trained: sft scores 50 %" in page.headline
