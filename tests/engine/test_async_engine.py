@@ -175,7 +175,7 @@ def test_an_engine_without_work_does_not_hang() -> None:
 
 def test_weights_change_while_requests_run() -> None:
     async def work(service: AsyncEngine, subject: Engine) -> None:
-        reader = asyncio.create_task(collect(service, "x", max_tokens=60))
+        reader = asyncio.create_task(collect(service, "x", max_tokens=120))
         while (await service.stats()).output_tokens == 0 and not subject._open:
             await asyncio.sleep(0)
         await service.load_weights(1, network(1).state_dict())
