@@ -54,6 +54,7 @@ from stretto.model.gguf.read import GgufFile, gguf_file, packaged
 from stretto.model.headers import WeightFiles
 from stretto.model.parallel import device_name
 from stretto.model.spec import ModelConfig, SubnetChoice, count, droppable_layers
+from stretto.model.stored import Dtypes
 from stretto.model.streamed import StreamedNetwork, StreamedState
 from stretto.model.upcycle import FAMILY as UPCYCLED
 from stretto.model.upcycle import UpcycledState, Upcycling, refuse_fp16, upcycled_config, upcycled_presets
@@ -171,22 +172,13 @@ def adopt_command(source: str, out: Path, options: AdoptOptions) -> None:
             for remark in remarks(read_json(folder / "config.json")) if folder.is_dir() else ():
                 say(f"{folder}: {remark}")
             generation_settings(tokenizer, state.config)  # raises an error before the long measurement
-            dtype, fp32 = state.dtypes.weights, state.dtypes.fp32
-            if options.dtype != "auto":
-                dtype, fp32 = getattr(torch, options.dtype), frozenset()
-            elif rounded := state.dtypes.rounded:
-                say(
-                    f"{folder}: rounding {counted(len(rounded), 'tensor')} (norms and biases, such as {rounded[0]}) from float32 to "
-                    f"{str(dtype).removeprefix('torch.')}, the data type of the matrices; --dtype float32 keeps them exact"
-                )
             target = state.config if options.upcycling is None else upcycled_config(state.config, options.upcycling)
             if options.dtype != "auto":
+                dtype, fp32 = getattr(torch, options.dtype), frozenset[str]()
                 refuse_fp16(target, dtype)
-            elif options.upcycling is not None and target.only_ranks and dtype == torch.float16:
-                dtype = torch.bfloat16
-                say(
-                    "--dtype auto: writing bfloat16, because float16 cannot hold the router weights of a split network; this rounds all "
-                    "weights to 8 bits of precision, --dtype float32 keeps them exact"
+            else:
+                dtype, fp32 = _dtype_to_write(
+                    folder, state.dtypes, splits=options.upcycling is not None and target.only_ranks
                 )
             _require_room(out, Network(target, _family(state, options), state, {}), dtype)
             meter = Meter("adopt", device_name(torch.device("cpu")))
@@ -239,6 +231,24 @@ def find_source(source: str) -> Path:
     if re.fullmatch(_HUB_NAME, source):
         return _fetched(source)
     raise UserError(f"{source}: no such folder, and not a name on the hub, such as Qwen/Qwen3-30B-A3B")
+
+
+def _dtype_to_write(folder: Path, found: Dtypes, splits: bool) -> tuple[torch.dtype, frozenset[str]]:
+    """With ``--dtype auto``: dtype of the written weights and routers that stay fp32 beside it. What is rounded is printed. ``splits``: a
+    dense network is split into experts."""
+    dtype = found.weights
+    if found.rounded:
+        say(
+            f"{folder}: rounding {counted(len(found.rounded), 'tensor')} (norms and biases, such as {found.rounded[0]}) from float32 to "
+            f"{str(dtype).removeprefix('torch.')}, the data type of the matrices; --dtype float32 keeps them exact"
+        )
+    if splits and dtype == torch.float16:
+        dtype = torch.bfloat16
+        say(
+            "--dtype auto: writing bfloat16, because float16 cannot hold the router weights of a split network; this rounds all "
+            "weights to 8 bits of precision, --dtype float32 keeps them exact"
+        )
+    return dtype, found.fp32
 
 
 def _fetched(name: str) -> Path:
