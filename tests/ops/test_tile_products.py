@@ -12,7 +12,7 @@ from stretto.ops import moe, operators
 from stretto.ops.grouped import Clamp, Experts
 from stretto.ops.logprob import head_loss
 from stretto.ops.native import training
-from tests.ops.test_training import CHOICES, WIDTHS, layer
+from tests.ops.test_training import CHOICES, SHAPES, WIDTHS, heads, layer, masks, passes
 
 Close = Callable[[Tensor, Tensor, int], None]
 EPS = 2.0**-8
@@ -119,6 +119,24 @@ def test_experts_and_their_gradients(chosen: Tensor, widths: tuple[int, int], th
         assert theirs.numel() < 100 or not theirs.any() or not torch.equal(ours, theirs)  # rounding was in effect
     threads(1)
     assert all(torch.equal(one, two) for one, two in zip(passes(None), found, strict=True))
+
+
+@pytest.mark.parametrize("kind", masks(1, 1))
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_attention_and_its_gradients(shape: tuple[int, ...], kind: str, threads: Callable[[int], None]) -> None:
+    """Against the kernels in fp32: at most three products follow one another, each of which rounds both operands, and a probability's
+    relative error is the absolute one of its score."""
+    B, _, _, T, _ = shape
+    qkv, mask = heads(*shape), masks(B, T)[kind]
+    threads(2)
+    found = passes(qkv, mask)
+    with torch.autocast("cpu", enabled=False):
+        expected = passes(qkv, mask)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours.dtype == torch.float32
+        assert relative(ours, theirs) < 4 * EPS and not torch.equal(ours, theirs)
+    threads(1)
+    assert all(torch.equal(one, two) for one, two in zip(passes(qkv, mask), found, strict=True))
 
 
 def test_the_head_and_its_gradients() -> None:

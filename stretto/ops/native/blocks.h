@@ -137,4 +137,37 @@ struct Buffer {
     ~Buffer() { ::operator delete(at, std::align_val_t(64)); }
 };
 
+// The products of an expert layer and of attention in fp32, for one thread. Views are blocked; the right operand is packed in panels of
+// columns. `HalfProducts` in matrix.h has the same functions in bf16.
+struct WideProducts {
+    using Number = float;
+    using Packing = Buffer;
+    static constexpr int QUERIES = 48;  // of attention, whose scores lie in the cache; a multiple of MR
+    struct Weight {
+        const float* at;
+        size_t panel;
+        Weight columns_from(size_t begin) const { return {at + begin / NR * panel, panel}; }
+        Weight depth_from(size_t begin) const { return {at + begin * NR, panel}; }
+    };
+
+    static size_t size(size_t rows, size_t width) { return blocked_size(rows, width); }
+    static View view(float* at, size_t rows, size_t) { return blocked(at, rows); }
+    static size_t weight_size(size_t width, size_t depth) { return packed_size(width, depth); }
+    static Weight weight(const float* at, size_t depth) { return {at, NR * depth}; }
+    // A weight [width, depth], for x · wᵀ, or [depth, width], for x · w. `line`: distance of its rows.
+    static void pack_rows(const float* w, size_t line, int width, int depth, float* to) { pack_transposed(w, line, width, depth, to); }
+    static void pack_columns(const float* w, size_t line, int width, int depth, float* to) { pack(w, line, width, depth, to); }
+
+    WideProducts(size_t, size_t) {}
+    // c [rows, width] (+)= a · w
+    void multiply(View a, int rows, int depth, Weight w, int width, View c, bool adds = false) {
+        product(a, rows, depth, w.at, w.panel, width, c, adds);
+    }
+    // c [rows, width] (+)= aᵀ · b for a [depth, rows] and b [depth, width]; row-major c.
+    template <bool ADD>
+    void multiply_transposed(View a, int rows, int depth, View b, int width, float* c) {
+        transposed_product<ADD>(a, rows, depth, b, width, c);
+    }
+};
+
 }  // namespace stretto

@@ -213,6 +213,57 @@ struct HalfBuffer {
     explicit HalfBuffer(size_t num) : buffer((num + 1) / 2), at(reinterpret_cast<bfloat16*>(buffer.at)) {}
 };
 
+// The products of an expert layer and of attention in bf16, for one thread. Views are row-major; operands are packed in tiles.
+struct HalfProducts {
+    using Number = bfloat16;
+    using Packing = HalfBuffer;
+    static constexpr int QUERIES = 2 * TILE_ROWS;  // of attention: one tile of depth for the gradients of keys and values
+    struct Weight {
+        Packed lines;
+        Weight columns_from(size_t begin) const { return {{lines.at + begin / TILE_ROWS * lines.step, lines.step}}; }
+        Weight depth_from(size_t begin) const { return {{lines.at + begin / TILE_DEPTH * TILE_SIZE, lines.step}}; }
+    };
+
+    // A line is longer than its numbers: rows at a distance of a power of two would fall into few sets of the cache.
+    static size_t line(size_t width) { return width + LANES; }
+    static size_t size(size_t rows, size_t width) { return rows * line(width); }
+    static View view(float* at, size_t, size_t width) { return matrix(at, line(width)); }
+    static size_t weight_size(size_t width, size_t depth) { return packed_numbers(width, depth); }
+    static Weight weight(const bfloat16* at, size_t depth) { return {{at, tiles_of(depth, TILE_DEPTH) * TILE_SIZE}}; }
+    static void pack_rows(const float* w, size_t line, int width, int depth, bfloat16* to) {
+        pack_lines<false>({w, line, true}, 0, width, width, depth, to);
+    }
+    static void pack_columns(const float* w, size_t line, int width, int depth, bfloat16* to) {
+        pack_lines<false>({w, line, false}, 0, width, width, depth, to);
+    }
+
+    Tiles tiles{true};
+    HalfBuffer left, right;
+    // For views of at most `rows` rows and `width` columns.
+    HalfProducts(size_t rows, size_t width)
+        : left(std::max(packed_numbers(rows, width), packed_numbers(width, rows))), right(packed_numbers(width, rows)) {
+        tiles.shape(TILE_TOKENS);
+    }
+    void multiply(View a, int rows, int depth, Weight w, int width, View c, bool adds = false) {
+        pack_lines<true>({a.at, a.line, true}, 0, rows, rows, depth, left.at);
+        const auto compute = adds ? multiply_packed<true> : multiply_packed<false>;
+        compute(left.at, rows, depth, w.lines, width, c);
+    }
+    template <bool ADD>
+    void multiply_transposed(View a, int rows, int depth, View b, int width, float* c) {
+        pack_lines<true>({a.at, a.line, false}, 0, rows, rows, depth, left.at);
+        pack_lines<false>({b.at, b.line, false}, 0, width, width, depth, right.at);
+        multiply_packed<ADD>(left.at, rows, depth, weight(right.at, depth).lines, width, matrix(c, width));
+    }
+
+  private:
+    template <bool ADD>
+    static void multiply_packed(const bfloat16* a, int rows, int depth, Packed b, int width, View c) {
+        const size_t num_tiles = tiles_of(depth, TILE_DEPTH);
+        stretto::multiply<ADD>({a, num_tiles * TILE_SIZE}, b, int(num_tiles), c.at, c.line, rows, width);
+    }
+};
+
 }  // namespace stretto
 
 #else

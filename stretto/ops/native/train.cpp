@@ -42,61 +42,6 @@ struct Task {
     int expert, begin, end, index;  // places; index: of the task among its expert's
 };
 
-// Products in fp32, for one thread. Views are blocked; weights are packed in panels.
-struct WideProducts {
-    using Number = float;
-    using Packing = Buffer;
-    static size_t size(size_t rows, size_t width) { return blocked_size(rows, width); }
-    static View view(float* at, size_t rows, size_t) { return blocked(at, rows); }
-    static size_t weight_size(size_t width, size_t depth) { return packed_size(width, depth); }
-    // A weight [width, depth], for x · wᵀ, or [depth, width], for x · w.
-    static void pack_rows(const float* w, int width, int depth, float* to) { pack_transposed(w, depth, width, depth, to); }
-    static void pack_columns(const float* w, int width, int depth, float* to) { pack(w, width, width, depth, to); }
-
-    WideProducts(size_t, size_t) {}
-    void multiply(View a, int rows, int depth, const float* weight, int width, View c) { product(a, rows, depth, weight, NR * size_t(depth), width, c); }
-    // c [rows, width] = aᵀ · b for a [depth, rows] and b [depth, width].
-    void multiply_transposed(View a, int rows, int depth, View b, int width, float* c) { transposed_product<false>(a, rows, depth, b, width, c); }
-};
-
-#if defined(STRETTO_BF16)
-
-// The same in bf16. Views are row-major.
-struct HalfProducts {
-    using Number = bfloat16;
-    using Packing = HalfBuffer;
-    static size_t size(size_t rows, size_t width) { return rows * width; }
-    static View view(float* at, size_t, size_t width) { return matrix(at, width); }
-    static size_t weight_size(size_t width, size_t depth) { return packed_numbers(width, depth); }
-    static void pack_rows(const float* w, int width, int depth, bfloat16* to) { pack_lines<false>({w, size_t(depth), true}, 0, width, width, depth, to); }
-    static void pack_columns(const float* w, int width, int depth, bfloat16* to) { pack_lines<false>({w, size_t(width), false}, 0, width, width, depth, to); }
-
-    Tiles tiles{true};
-    HalfBuffer left, right;
-    // For views of at most `rows` rows and `width` columns.
-    HalfProducts(size_t rows, size_t width)
-        : left(std::max(packed_numbers(rows, width), packed_numbers(width, rows))), right(packed_numbers(width, rows)) {
-        tiles.shape(TILE_TOKENS);
-    }
-    void multiply(View a, int rows, int depth, const bfloat16* weight, int width, View c) {
-        pack_lines<true>({a.at, a.line, true}, 0, rows, rows, depth, left.at);
-        multiply_packed(rows, depth, weight, width, c);
-    }
-    void multiply_transposed(View a, int rows, int depth, View b, int width, float* c) {
-        pack_lines<true>({a.at, a.line, false}, 0, rows, rows, depth, left.at);
-        pack_lines<false>({b.at, b.line, false}, 0, width, width, depth, right.at);
-        multiply_packed(rows, depth, right.at, width, matrix(c, width));
-    }
-
-  private:
-    void multiply_packed(int rows, int depth, const bfloat16* b, int width, View c) {
-        const size_t num_tiles = tiles_of(depth, TILE_DEPTH), step = num_tiles * TILE_SIZE;
-        stretto::multiply<false>({left.at, step}, {b, step}, int(num_tiles), c.at, c.line, rows, width);
-    }
-};
-
-#endif
-
 template <class Products>
 struct Layer {
     using Number = typename Products::Number;
@@ -158,8 +103,8 @@ struct Layer {
             for (int e = 0; e < s.num_experts; e++) {
                 if (first(e) == s.end[e]) continue;
                 Number* to = packed.at + e * (up_size + down_size);
-                Products::pack_rows(s.gate_up + 2 * e * inner * hidden, int(2 * inner), int(hidden), to);
-                Products::pack_rows(s.down + e * hidden * inner, int(hidden), int(inner), to + up_size);
+                Products::pack_rows(s.gate_up + 2 * e * inner * hidden, hidden, int(2 * inner), int(hidden), to);
+                Products::pack_rows(s.down + e * hidden * inner, inner, int(hidden), int(inner), to + up_size);
             }
             Products products(ROWS, widest());
             const Buffer rows(Products::size(ROWS, hidden)), active(Products::size(ROWS, inner));
@@ -170,7 +115,7 @@ struct Layer {
                 const Number* weights = packed.at + task.expert * (up_size + down_size);
                 float* h = s.middle + task.begin * 2 * inner;
                 gather(s.x, task, x);
-                products.multiply(x, num, int(hidden), weights, int(2 * inner), matrix(h, 2 * inner));
+                products.multiply(x, num, int(hidden), Products::weight(weights, hidden), int(2 * inner), matrix(h, 2 * inner));
                 for (int row = 0; row < num; row++) {
                     const float* both = h + row * 2 * inner;
                     const Vec gate = splat(s.gates[task.begin + row]);
@@ -179,7 +124,7 @@ struct Layer {
                         store_part(a.place(row, i), g * sigmoid(g) * u * gate, part);
                     });
                 }
-                products.multiply(a, num, int(inner), weights + up_size, int(hidden), matrix(y.at + task.begin * hidden, hidden));
+                products.multiply(a, num, int(inner), Products::weight(weights + up_size, inner), int(hidden), matrix(y.at + task.begin * hidden, hidden));
             }
 #pragma omp barrier
 #pragma omp for schedule(static)
@@ -205,8 +150,8 @@ struct Layer {
                     continue;
                 }
                 Number* to = packed.at + e * (up_size + down_size);
-                Products::pack_columns(s.gate_up + e * up_num, int(hidden), int(2 * inner), to);
-                Products::pack_columns(s.down + e * down_num, int(inner), int(hidden), to + up_size);
+                Products::pack_columns(s.gate_up + e * up_num, hidden, int(hidden), int(2 * inner), to);
+                Products::pack_columns(s.down + e * down_num, inner, int(inner), int(hidden), to + up_size);
             }
             Products products(ROWS, widest());
             const Buffer rows(Products::size(ROWS, hidden)), grads(Products::size(ROWS, hidden)), middle(Products::size(ROWS, 2 * inner));
@@ -218,17 +163,17 @@ struct Layer {
                 const int num = task.end - task.begin;
                 const Number* weights = packed.at + task.expert * (up_size + down_size);
                 gather(s.grad_out, task, dy);
-                products.multiply(dy, num, int(hidden), weights + up_size, int(inner), a);
+                products.multiply(dy, num, int(hidden), Products::weight(weights + up_size, hidden), int(inner), a);
                 for (int row = 0; row < num; row++) activation_gradient(task.begin + row, row, a, dh);
-                if (s.grad_x) products.multiply(dh, num, int(2 * inner), weights, int(hidden), matrix(dx.at + task.begin * hidden, hidden));
+                if (s.grad_x) products.multiply(dh, num, int(2 * inner), Products::weight(weights, 2 * inner), int(hidden), matrix(dx.at + task.begin * hidden, hidden));
                 const bool is_first = task.index == 0;
                 float* up_to = is_first ? s.grad_gate_up + task.expert * up_num : up_sum.at;
                 float* down_to = is_first ? s.grad_down + task.expert * down_num : down_sum.at;
                 if (s.grad_gate_up) {
                     gather(s.x, task, x);
-                    products.multiply_transposed(dh, int(2 * inner), num, x, int(hidden), up_to);
+                    products.template multiply_transposed<false>(dh, int(2 * inner), num, x, int(hidden), up_to);
                 }
-                if (s.grad_down) products.multiply_transposed(dy, int(hidden), num, a, int(inner), down_to);
+                if (s.grad_down) products.template multiply_transposed<false>(dy, int(hidden), num, a, int(inner), down_to);
                 // earlier tasks of the expert were taken by other threads before this one, so they end
                 while (done[task.expert].load(std::memory_order_acquire) != task.index) std::this_thread::yield();
                 if (!is_first && s.grad_gate_up) add(s.grad_gate_up + task.expert * up_num, up_sum.at, up_num);
@@ -277,13 +222,13 @@ struct Layer {
     }
 };
 
-// Calls `run` with the layer in the arithmetic that it asks for.
-template <class Run>
-void with_layer(const StrettoExperts& shape, Run run) {
+// Calls `run` with an expert layer or attention in the arithmetic that its shape asks for.
+template <template <class> class Pass, class Shape, class Run>
+void with_products(const Shape& shape, Run run) {
 #if defined(STRETTO_BF16)
-    if (shape.in_bf16) return run(Layer<HalfProducts>(shape));
+    if (shape.in_bf16) return run(Pass<HalfProducts>(shape));
 #endif
-    run(Layer<WideProducts>(shape));
+    run(Pass<WideProducts>(shape));
 }
 
 }  // namespace
@@ -306,11 +251,15 @@ void stretto_norm_backward(const StrettoNorm* shape) { stretto::norm_backward(*s
 void stretto_rotate(const StrettoRotation* shape) { stretto::rotate_heads(*shape); }
 void stretto_softmax(const StrettoSoftmax* shape) { stretto::softmax_rows(*shape); }
 void stretto_experts_forward(const StrettoExperts* shape) {
-    stretto::with_layer(*shape, [](auto layer) { layer.forward(); });
+    stretto::with_products<stretto::Layer>(*shape, [](auto layer) { layer.forward(); });
 }
 void stretto_experts_backward(const StrettoExperts* shape) {
-    stretto::with_layer(*shape, [](auto layer) { layer.backward(); });
+    stretto::with_products<stretto::Layer>(*shape, [](auto layer) { layer.backward(); });
 }
-void stretto_attention_forward(const StrettoAttention* shape) { stretto::AttentionPass(*shape).forward(); }
-void stretto_attention_backward(const StrettoAttention* shape) { stretto::AttentionPass(*shape).backward(); }
+void stretto_attention_forward(const StrettoAttention* shape) {
+    stretto::with_products<stretto::AttentionPass>(*shape, [](auto pass) { pass.forward(); });
+}
+void stretto_attention_backward(const StrettoAttention* shape) {
+    stretto::with_products<stretto::AttentionPass>(*shape, [](auto pass) { pass.backward(); });
+}
 }

@@ -1,6 +1,6 @@
-// Softmax attention of whole rows in fp32, forward and backward.
+// Softmax attention of whole rows, forward and backward. Products are made in fp32 or in bf16, everything else in fp32.
 //
-// A task is one query head of one row of the batch. The scores of QUERIES queries lie in the cache. Panels of NR keys that none of these
+// A task is one query head of one row of the batch. The scores of QUERIES queries lie in the cache. Groups of NR keys that none of these
 // queries sees are left out, so rows of several documents, or of a prompt with several answers, cost what their parts cost. The backward
 // pass computes the scores again from the kept logsumexp. Gradients of keys and values are summed over queries in rising order, then over
 // the heads of their group, so no result depends on the number of threads.
@@ -11,7 +11,7 @@
 #include <cmath>
 #include <vector>
 
-#include "blocks.h"
+#include "matrix.h"
 
 extern "C" {
 
@@ -29,14 +29,17 @@ struct StrettoAttention {
     StrettoHeads q, k, v, out;
     float* lse;  // [rows, heads, length], logsumexp of the scores: written by the forward pass
     StrettoHeads grad_out, grad_q, grad_k, grad_v;
+    int32_t in_bf16;  // whether products are made in bf16
 };
 }
 
 namespace stretto {
 
-constexpr int QUERIES = 48;  // a multiple of MR
-
+template <class Products>
 struct AttentionPass {
+    using Packing = typename Products::Packing;
+    using Weight = typename Products::Weight;
+    static constexpr int QUERIES = Products::QUERIES;
     const StrettoAttention& s;
     const int length, width;
 
@@ -127,44 +130,46 @@ struct AttentionPass {
     }
 
     // Scores of the queries of a head, or their like: `rows` times packed keys, in the columns of the keys.
-    void multiply_keys(const Span& at, View rows, const float* keys, View scores) const {
+    void multiply_keys(Products& products, const Span& at, View rows, Weight keys, View scores) const {
         for (const Chunk& chunk : at.chunks)
-            product(rows, at.num(), width, keys + size_t(chunk.begin) * width, size_t(NR) * width, chunk.num(), scores.from(chunk.begin));
+            products.multiply(rows, at.num(), width, keys.columns_from(chunk.begin), chunk.num(), scores.from(chunk.begin));
     }
 
     // Sums over the keys: scores times packed rows of keys or values.
-    void sum_keys(const Span& at, View scores, const float* rows, View to) const {
+    void sum_keys(Products& products, const Span& at, View scores, Weight rows, View to) const {
         for (const Chunk& chunk : at.chunks)
-            product(scores.from(chunk.begin), at.num(), chunk.num(), rows + size_t(chunk.begin) * NR, size_t(NR) * length, width, to,
-                    &chunk != &at.chunks.front());
+            products.multiply(scores.from(chunk.begin), at.num(), chunk.num(), rows.depth_from(chunk.begin), width, to,
+                              &chunk != &at.chunks.front());
     }
 
     // Adds to the gradient of every key: its scores times the rows of its queries.
-    void add_queries(const Span& at, View scores, View rows, float* to) const {
+    void add_queries(Products& products, const Span& at, View scores, View rows, float* to) const {
         for (const Chunk& chunk : at.chunks)
-            transposed_product<true>(scores.from(chunk.begin), chunk.num(), at.num(), rows, width, to + size_t(chunk.begin) * width);
+            products.template multiply_transposed<true>(scores.from(chunk.begin), chunk.num(), at.num(), rows, width,
+                                                        to + size_t(chunk.begin) * width);
     }
 
     void forward() const {
         const std::vector<std::vector<Span>> spans = all_spans();
-        const size_t keys_size = packed_size(length, width), values_size = packed_size(width, length);
 #pragma omp parallel num_threads(s.num_threads)
         {
-            Buffer packed(keys_size + values_size), block(blocked_size(QUERIES, length)), queries(QUERIES * LINE);
-            const View scores = blocked(block.at, QUERIES), q = blocked(queries.at, QUERIES);
-            float *keys = packed.at, *values = packed.at + keys_size;
+            Products products(QUERIES, std::max(length, width));
+            const Packing packed_keys(Products::weight_size(length, width)), packed_values(Products::weight_size(width, length));
+            const Weight keys = Products::weight(packed_keys.at, width), values = Products::weight(packed_values.at, length);
+            const Buffer block(Products::size(QUERIES, length)), queries(Products::size(QUERIES, width));
+            const View scores = Products::view(block.at, QUERIES, length), q = Products::view(queries.at, QUERIES, width);
 #pragma omp for schedule(dynamic, 1)
             for (int task = 0; task < s.num_rows * s.num_heads; task++) {
                 const int row = task / s.num_heads, head = task % s.num_heads, kv = head * s.num_kv_heads / s.num_heads;
-                pack_transposed(place(s.k, row, kv, 0), s.k.by_position, length, width, keys);
-                pack(place(s.v, row, kv, 0), s.v.by_position, width, length, values);
+                Products::pack_rows(place(s.k, row, kv, 0), s.k.by_position, length, width, packed_keys.at);
+                Products::pack_columns(place(s.v, row, kv, 0), s.v.by_position, width, length, packed_values.at);
                 for (const Span& at : spans[spans.size() > 1 ? row : 0]) {
                     copy(s.q, row, head, at, s.scale, q);
-                    multiply_keys(at, q, keys, scores);
+                    multiply_keys(products, at, q, keys, scores);
                     float sums[QUERIES];
                     for (int t = 0; t < at.num(); t++) sums[t] = softmax(row, head, at, t, scores);
                     float* out = place(s.out, row, head, at.begin);
-                    sum_keys(at, scores, values, {out, size_t(s.out.by_position), DEPTH});
+                    sum_keys(products, at, scores, values, {out, size_t(s.out.by_position), DEPTH});
                     for (int t = 0; t < at.num(); t++)
                         map(out + t * s.out.by_position, width, [&](Vec v, int) { return v * (1.0f / sums[t]); });
                 }
@@ -194,32 +199,39 @@ struct AttentionPass {
 
     void backward() const {
         const std::vector<std::vector<Span>> spans = all_spans();
-        const size_t keys_size = packed_size(length, width), size = packed_size(width, length), one = size_t(length) * width;
+        const size_t one = size_t(length) * width;
         Buffer grads(2 * one * s.num_rows * s.num_heads);  // of keys, then of values, of each query head
 #pragma omp parallel num_threads(s.num_threads)
         {
-            Buffer packed(2 * keys_size + size), block(blocked_size(QUERIES, length)), slopes(blocked_size(QUERIES, length));
-            Buffer queries(QUERIES * LINE), outs(QUERIES * LINE);
-            const View p = blocked(block.at, QUERIES), ds = blocked(slopes.at, QUERIES), q = blocked(queries.at, QUERIES), dy = blocked(outs.at, QUERIES);
-            float *keys = packed.at, *values = keys + keys_size, *key_rows = values + keys_size;
+            Products products(QUERIES, std::max(length, width));
+            const Packing packed_keys(Products::weight_size(length, width)), packed_values(Products::weight_size(length, width));
+            const Packing packed_rows(Products::weight_size(width, length));
+            const Weight keys = Products::weight(packed_keys.at, width), values = Products::weight(packed_values.at, width);
+            const Weight key_rows = Products::weight(packed_rows.at, length);
+            const Buffer block(Products::size(QUERIES, length)), slopes(Products::size(QUERIES, length));
+            const Buffer queries(Products::size(QUERIES, width)), outs(Products::size(QUERIES, width));
+            const View p = Products::view(block.at, QUERIES, length), ds = Products::view(slopes.at, QUERIES, length);
+            const View q = Products::view(queries.at, QUERIES, width), dy = Products::view(outs.at, QUERIES, width);
 #pragma omp for schedule(dynamic, 1)
             for (int task = 0; task < s.num_rows * s.num_heads; task++) {
                 const int row = task / s.num_heads, head = task % s.num_heads, kv = head * s.num_kv_heads / s.num_heads;
                 float *grad_k = grads.at + 2 * one * task, *grad_v = grad_k + one;
                 std::memset(grad_k, 0, 2 * one * sizeof(float));
-                pack_transposed(place(s.k, row, kv, 0), s.k.by_position, length, width, keys);
-                pack_transposed(place(s.v, row, kv, 0), s.v.by_position, length, width, values);
-                pack(place(s.k, row, kv, 0), s.k.by_position, width, length, key_rows);
+                Products::pack_rows(place(s.k, row, kv, 0), s.k.by_position, length, width, packed_keys.at);
+                Products::pack_rows(place(s.v, row, kv, 0), s.v.by_position, length, width, packed_values.at);
+                Products::pack_columns(place(s.k, row, kv, 0), s.k.by_position, width, length, packed_rows.at);
                 for (const Span& at : spans[spans.size() > 1 ? row : 0]) {
                     copy(s.q, row, head, at, s.scale, q);
                     copy(s.grad_out, row, head, at, 1.0f, dy);
-                    multiply_keys(at, q, keys, p);
-                    multiply_keys(at, dy, values, ds);
-                    for (int t = 0; t < at.num(); t++) score_gradient(row, head, at, t, dy, p, ds);
-                    add_queries(at, p, dy, grad_v);
-                    add_queries(at, ds, q, grad_k);
+                    float means[QUERIES];  // all at once, so that the processor waits for several rows of `out` at a time
+                    for (int t = 0; t < at.num(); t++) means[t] = dot(place(s.out, row, head, at.begin + t), dy.place(t, 0));
+                    multiply_keys(products, at, q, keys, p);
+                    multiply_keys(products, at, dy, values, ds);
+                    for (int t = 0; t < at.num(); t++) score_gradient(row, head, at, t, means[t], p, ds);
+                    add_queries(products, at, p, dy, grad_v);
+                    add_queries(products, at, ds, q, grad_k);
                     float* grad_q = place(s.grad_q, row, head, at.begin);
-                    sum_keys(at, ds, key_rows, {grad_q, size_t(s.grad_q.by_position), DEPTH});
+                    sum_keys(products, at, ds, key_rows, {grad_q, size_t(s.grad_q.by_position), DEPTH});
                     for (int t = 0; t < at.num(); t++) map(grad_q + t * s.grad_q.by_position, width, [&](Vec v, int) { return v * s.scale; });
                 }
             }
@@ -236,12 +248,16 @@ struct AttentionPass {
         }
     }
 
-    // Overwrites scores with probabilities, and the products of values with the output's gradient with the gradients of scores.
-    void score_gradient(int row, int head, const Span& at, int t, View dy, View p, View ds) const {
-        const float *y = place(s.out, row, head, at.begin + t), *grad = dy.place(t, 0);
+    float dot(const float* a, const float* b) const {
         Vec total = {};
-        for (int i = 0; i < width; i += LANES) total += load_up_to(y + i, width - i) * load_up_to(grad + i, width - i);
-        const float mean = sum(total), lse = s.lse[(size_t(row) * s.num_heads + head) * length + at.begin + t];
+        for (int i = 0; i < width; i += LANES) total += load_up_to(a + i, width - i) * load_up_to(b + i, width - i);
+        return sum(total);
+    }
+
+    // Overwrites scores with probabilities, and the products of values with the output's gradient with the gradients of scores.
+    // `mean`: the products' mean by probability, which is that of the output with its gradient.
+    void score_gradient(int row, int head, const Span& at, int t, float mean, View p, View ds) const {
+        const float lse = s.lse[(size_t(row) * s.num_heads + head) * length + at.begin + t];
         over_keys(row, at, t, p, [&](int key, float* score, IntVec is_seen, int num) {
             float* slope = ds.place(t, key);
             const Vec prob = is_seen ? exp(load_up_to(score, num) - lse) : Vec{};

@@ -1,8 +1,8 @@
 """Compiled forward and backward passes for training on a CPU (train.cpp): attention, the experts of a layer, and single products.
 
 All tensors are in fp32. Under autocast in bf16 a processor with a matrix unit (AMX) or with products of vectors in bf16 (AVX512_BF16: AMD
-from Zen 4 on) multiplies operands that are rounded to bf16, and sums in fp32: experts and linear layers then give fp32, where torch would
-give bf16. Attention multiplies in fp32.
+from Zen 4 on) multiplies operands that are rounded to bf16, and sums in fp32: attention, experts and linear layers then give fp32, where
+torch would give bf16.
 
 Results are equal, to the bit, for every number of threads. Without a compiler torch computes instead, which `load` reports once.
 
@@ -27,7 +27,7 @@ from stretto.ops.native import TRAINING, c_fields, load
 MAX_WIDTH = 256
 """Largest width of an attention head: the width of a block in blocks.h."""
 MAX_LENGTH = 8192
-"""Largest number of positions whose scores are kept in the cache: 48 queries of a thread then take 1.7 MB."""
+"""Largest number of positions whose scores are kept in the cache: 48 queries of a thread then take 1.7 MB, in bf16 32 queries 1.1 MB."""
 _POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int32, ctypes.c_float
 
 
@@ -63,6 +63,7 @@ class _Attention(ctypes.Structure):
         + c_fields(_Heads, "q k v out")
         + [("lse", _POINTER)]
         + c_fields(_Heads, "grad_out grad_q grad_k grad_v")
+        + [("in_bf16", _INT)]
     )
 
 
@@ -107,7 +108,8 @@ def attends(q_BHTC: Tensor, k_BGTC: Tensor, v_BGTC: Tensor, mask_B1TT: Tensor | 
 
 
 def attention(q_BHTC: Tensor, k_BGTC: Tensor, v_BGTC: Tensor, mask_B1TT: Tensor | None, scale: float) -> Tensor:
-    """Softmax attention [B, H, T, C]; the mask is True where a query may see a key, None: causal attention."""
+    """Softmax attention [B, H, T, C]; the mask is True where a query may see a key, None: causal attention. Products are made in bf16 where
+    `rounds` is True."""
     return _AttentionFunction.apply(q_BHTC, k_BGTC, v_BGTC, mask_B1TT, scale)
 
 
@@ -116,7 +118,8 @@ class _AttentionFunction(torch.autograd.Function):
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
         (q, k, v), mask = _rows(q, k, v), None if mask is None else mask.contiguous()
         out, lse_BHT = _by_position(q), q.new_empty(q.shape[:3])
-        record = _attention_record(q, k, v, mask, scale, out, lse_BHT)
+        ctx.in_bf16 = rounds(q, k, v)
+        record = _attention_record(q, k, v, mask, scale, ctx.in_bf16, out, lse_BHT)
         kernels().stretto_attention_forward(ctypes.byref(record))
         ctx.save_for_backward(q, k, v, mask, out, lse_BHT)
         ctx.scale = scale
@@ -127,7 +130,7 @@ class _AttentionFunction(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, mask, out, lse_BHT = ctx.saved_tensors
         (grad_out,), results = _rows(grads[0]), [_by_position(x) for x in (q, k, v)]
-        record = _attention_record(q, k, v, mask, ctx.scale, out, lse_BHT, grad_out, *results)
+        record = _attention_record(q, k, v, mask, ctx.scale, ctx.in_bf16, out, lse_BHT, grad_out, *results)
         kernels().stretto_attention_backward(ctypes.byref(record))
         return *results, None, None
 
@@ -144,13 +147,23 @@ def _by_position(x_BHTC: Tensor) -> Tensor:
 
 
 def _attention_record(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, out: Tensor, lse: Tensor, *grads: Tensor
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    in_bf16: bool,
+    out: Tensor,
+    lse: Tensor,
+    *grads: Tensor,
 ) -> _Attention:
     B, H, T, C = q.shape
     sizes = (B, H, k.shape[1], T, C, torch.get_num_threads(), scale)
     masked = (0, None) if mask is None else (len(mask), mask.data_ptr())
     heads = [_Heads.of(x) for x in (q, k, v, out)]
-    return _Attention(*sizes, *masked, *heads, lse.data_ptr(), *(_Heads.of(x) for x in grads))
+    record = _Attention(*sizes, *masked, *heads, lse.data_ptr(), *(_Heads.of(x) for x in grads))
+    record.in_bf16 = in_bf16
+    return record
 
 
 def has_bf16_kernels() -> bool:
