@@ -10,7 +10,7 @@ uses SDPA attention, and the fastest of its expert implementations, of fp32 and 
 one process, and a fixed matrix product before and after each shows whether other jobs slowed the machine; slow steps are dropped. Other
 jobs change processor time less than wall time.
 
-fp32 is timed as two equal networks; their ratio shows the noise. Exits with 1 if the losses of both networks differ, if the noise is
+The default is also timed with one thread, where it has more. fp32 is timed as two equal networks; their ratio shows the noise. Exits with 1 if the losses of both networks differ, if the noise is
 larger than 5 %, or if by wall time the default is more than 5 % slower than fp32, or slower than transformers.
 
 ``--joint`` compares steps of the demo's recipe instead: joint elastic steps, with the Subnets of its sampler, over ordinary steps, by
@@ -112,7 +112,9 @@ def main() -> None:
         "again": _our_step(build(shape.config, seed=0), shape, torch.float32),
     }
     best, steps["theirs"] = _their_fastest_step(theirs, shape, console)
-    threads = {name: pace.num_threads if name == "ours" else num_threads for name in steps}
+    threads = dict.fromkeys(steps, num_threads) | {"ours": pace.num_threads}
+    if pace.num_threads > 1:
+        steps["alone"], threads["alone"] = _our_step(build(shape.config, seed=0), shape, pace.torch_dtype), 1
     prepare = {name: partial(torch.set_num_threads, num) for name, num in threads.items()}
     with progress("interleaved", len(steps) * (2 + options.steps)) as advance:
         samples = measure(steps, options.steps, advance, prepare=prepare)
@@ -225,13 +227,17 @@ def _show(console: Console, rows: int, samples: dict[str, list[Sample]]) -> None
     shown = table(
         f"training step of {rows} x {LENGTH} tokens, medians of all rounds", "", "tokens/s", "per processor-s"
     )
-    labels = {"ours": "default", "fp32": "fp32", "again": "fp32 again", "theirs": "transformers"}
+    labels = {"ours": "default", "fp32": "fp32", "again": "fp32 again", "theirs": "transformers", "alone": "one thread"}
     for name, label in labels.items():
+        if name not in samples:
+            continue
         wall_s, processor_s = (median(getattr(each, f) for each in samples[name]) for f in ("wall_s", "processor_s"))
         shown.add_row(label, f"{rows * LENGTH / wall_s:,.0f}", f"{rows * LENGTH / processor_s:,.0f}")
     console.print(shown)
     ratios = table("speed ratio, median of rounds", "", "wall", "95 % interval", "processor", "quiet rounds")
-    for over, under in (("theirs", "ours"), ("fp32", "ours"), ("fp32", "again")):
+    for over, under in (("theirs", "ours"), ("fp32", "ours"), ("fp32", "again"), ("alone", "ours")):
+        if over not in samples:
+            continue
         each = ratio(samples, over, under)
         spread = f"{each.spread.low:.2f} to {each.spread.high:.2f}" if each.spread else "too few rounds"
         cells = times(each.wall), spread, times(each.processor), each.rounds
