@@ -27,7 +27,7 @@ from stretto.base.trajectory import Outcome
 from stretto.sandbox.isolate import Sandbox
 from stretto.sandbox.outcome import ToolResult
 from stretto.tasks.session import SessionSource, calling, recorded
-from stretto.tasks.task import Answer, Problem, Score, Session, Tool
+from stretto.tasks.task import Answer, Problem, Score, Session, Tool, spoken
 from stretto.tasks.tools import string_tool
 
 Operation = Literal["cancel", "change", "refund", "create"]
@@ -488,7 +488,7 @@ def _customer(case: _Case, messages: Sequence[Mapping[str, Any]]) -> tuple[str |
     ids = {key for rows in case.rows.values() for key in rows}
     turns = [each for each in messages if each["role"] == "assistant" and not each.get("tool_calls")]
     for number, turn in enumerate(turns):
-        text, wanted = str(turn["content"]), case.script[place]
+        text, wanted = spoken(str(turn["content"] or "")), case.script[place]
         named = set(re.findall(r"\w+", text))
         if "?" not in text or wanted is None or number >= _PATIENCE:
             reply = None

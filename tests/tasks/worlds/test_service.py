@@ -132,6 +132,22 @@ def test_an_agent_that_acts_before_it_reads_fails() -> None:
     assert num > 5
 
 
+def test_the_customer_does_not_hear_thoughts() -> None:
+    asked = [each for each in cases(gold="Done.") if any(turn["content"] == YES for turn in each[2])]
+    assert len(asked) > 5
+    for desk, problem, turns in asked:
+        before = turns[: [turn["content"] for turn in turns].index(YES)]
+        question = before[-1]["content"]
+        with closing(desk.open(problem)) as session:
+
+            def reply(text: str, before: Turns = before, session: Session = session) -> str | None:
+                return session.reply([*before[:-1], say(text)])
+
+            assert reply(question) == YES
+            assert reply(f"<think>{question}</think>One moment.") is None
+            assert reply(f"<think>Not {' or '.join(ids(session))}.</think>{question}") == YES
+
+
 def test_an_agent_that_calls_every_tool_is_never_right() -> None:
     for desk, problem, _ in cases():
         calls = [each for turn in desk.obliging(problem) for each in turn.get("tool_calls", ())]
