@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from stretto.tasks.session import arguments_of
+from stretto.tasks.task import without_thoughts
 
 ASPECTS: Final = {
     "scene": "background|room|interior|street|forest|garden|field|city|sky|beach|kitchen|studio|table|floor|wall|landscape|park|window|paper",
@@ -88,8 +89,9 @@ def schema() -> dict[str, Any]:
 
 
 def fields_of(text: str) -> dict[str, str]:
-    """The fields of an answer; empty where it is not valid JSON."""
-    tree = arguments_of(text) or {}
+    """The fields of an answer; empty without valid JSON. Thoughts before the JSON, and fences and sentences around it, are ignored."""
+    text = without_thoughts(text)
+    tree = arguments_of(text[text.find("{") : text.rfind("}") + 1]) or {}
     return {
         name: " ".join(tree[name].split()) for name in FIELDS if isinstance(tree.get(name), str) and tree[name].strip()
     }

@@ -47,6 +47,13 @@ def test_keeping_earns_half_and_aspects_the_rest_but_only_then() -> None:
         assert source.score(problem, Answer(unread)).reward == 0
 
 
+@pytest.mark.parametrize("form", ["```json\n{}\n```", "Here it is:\n{}", "{}\nDone.", "<think>{{}}</think>{}"])
+def test_thoughts_fences_and_sentences_around_the_json_are_ignored(form: str) -> None:
+    source = ShapesSource("shapes", ShapesArgs())
+    problem = source.problem(0)
+    assert source.score(problem, Answer(form.format(problem.gold))).ok
+
+
 def test_a_field_counts_that_the_grammar_would_take_and_that_is_nobody_elses() -> None:
     assert spoken(PLAIN) == tuple(PLAIN) and spoken({}) == ()
     assert spoken({name: EXAMPLE[1][name] for name in PLAIN}) == ()
