@@ -47,7 +47,7 @@ from stretto.server.messages import CONTEXT_LENGTH
 from stretto.tasks.corpus import Corpus, Document, Reader, citations, read_documents, without_citations
 from stretto.tasks.math import as_number
 from stretto.tasks.session import arguments_of, use
-from stretto.tasks.task import AnswerFormat, Tool, find_answer
+from stretto.tasks.task import AnswerFormat, Tool, bare, find_answer
 from stretto.tasks.tools import text_tool
 from stretto.tasks.worlds.search import RULES
 
@@ -268,7 +268,7 @@ def voted(runs: Sequence[Run]) -> tuple[Run, int]:
 
 def _vote(text: str) -> str:
     form: AnswerFormat = "boxed" if "\\boxed{" in text else "tags"
-    answer = " ".join(without_citations(find_answer(text, form).text).casefold().split()).strip(" .\"'")
+    answer = bare(without_citations(find_answer(text, form).text)).casefold()
     number = as_number(answer)
     return answer if number is None else str(number)
 

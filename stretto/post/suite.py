@@ -45,7 +45,7 @@ from stretto.post.suite_samples import (
 from stretto.post.suites import EvalOptions, SuiteConfig, opened_sources, samples_at, suites_of
 from stretto.runtime.runtime import to_end
 from stretto.tasks.math import as_number
-from stretto.tasks.task import Found
+from stretto.tasks.task import Found, bare
 from stretto.text.similar import similarity_NN
 from stretto.text.tokenizer import load_tokenizer
 
@@ -345,7 +345,7 @@ def _places(domain: Domain, samples: Sequence[Sample], read: Mapping[tuple[int, 
 
 def _vote(answer: str) -> str | None:
     """Canonical form of an answer, the same for equal answers; None: the answer has no vote."""
-    answer = " ".join(answer.casefold().split())
+    answer = bare(answer).casefold()
     if not answer or len(answer) > _MAX_VOTE_CHARS:
         return None
     number = as_number(answer)

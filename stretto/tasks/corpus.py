@@ -29,7 +29,7 @@ _TITLE_WEIGHT = 2.0
 """BM25 weight of a word in the title; a word in the text has weight 1."""
 _PART_CHARS = 3000
 """Longest document in characters. Longer texts are split, because the model reads a document as a whole."""
-_CITED = re.compile(r"\s*\[([^\[\]\n]+)\]")
+_CITED = re.compile(r"\s*[\[【]([^\[\]【】\n]+)[\]】]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +123,7 @@ class Reader:
 
 
 def citations(text: str) -> tuple[str, ...]:
-    """Ids in brackets, such as ``[7]``, in order, each once."""
+    """Ids in brackets, such as ``[7]`` or ``【7】``, in order, each once."""
     return tuple(dict.fromkeys(match[1] for match in _CITED.finditer(text)))
 
 
@@ -154,7 +154,7 @@ def _names(text: str, name: str) -> bool:
 def id_of(name: str) -> str:
     """``name`` in a form that can be cited: on one line, without brackets."""
     match = _CITED.fullmatch(name.rstrip())
-    return " ".join((match[1] if match else name).replace("[", "(").replace("]", ")").split())
+    return " ".join((match[1] if match else name).translate(str.maketrans("[]【】", "()()")).split())
 
 
 def read_documents(path: Path) -> list[Document]:

@@ -22,10 +22,14 @@ from stretto.base.config import Config
 from stretto.base.limited import LimitedProcess, Overrun, serve
 from stretto.base.trajectory import Outcome
 from stretto.sandbox.isolate import Sandbox
-from stretto.tasks.task import Answer, AnswerFormat, Problem, Range, Score, TaskSource, find_answer, read_records
+from stretto.tasks.task import Answer, AnswerFormat, Problem, Range, Score, TaskSource, bare, find_answer, read_records
 
 _NUMBER = re.compile(r"[-+]?\d{1,40}(\.\d{1,40})?(/\d{1,40})?")
-_UNIT = re.compile(r"[^\W\d_]{2,}(?:['’-][^\W\d_]+)*")
+_CURRENCY = re.compile(r"^([-+]?)\s*[$€£]")
+_UNIT = re.compile(r"(?:[^\W\d_]{2,}(?:['’-][^\W\d_]+)*|m(?=[/^²³]))(?:\^\{?[23]\}?|[²³])?(?:/(?:[^\W\d_]{2,}|[hs]))?")
+"""A word, or a unit such as ``cm^2`` and ``m/s``. One letter alone may be a variable."""
+_BETWEEN = ("per", "a", "an", "of", "in")
+"""Words that join two words of a unit, as in ``miles per hour``."""
 _OF_VALUE = re.compile(
     "pi|sqrt|roots?|sin|cos|tan|log|ln|exp|mod|factorial|power|to|per|percent|over|below|less|more|than|least|most|plus|minus|times|negative|"
     "squared?|cubed?|(?:dozen|hundred|thousand|million|billion|trillion)s?|hal(?:f|ves)|thirds?|quarters?|fourths?|fifths?|sixths?|"
@@ -141,9 +145,9 @@ class MathSource(TaskSource):
 
 
 def as_number(text: str) -> Fraction | None:
-    """The number in ``text``, such as ``-1,234.50``, ``3/4``, ``$12``, ``15%`` (as 15) or ``7.``; None: not a plain number."""
-    text = text.strip().removesuffix(".").replace("\\$", "$").removeprefix("$").removesuffix("%").removesuffix("\\")
-    text = re.sub(r"(?<=\d),(?=\d{3}(\D|$))", "", text.strip())
+    """The number in ``text``, such as ``-1,234.50``, ``3/4``, ``€12``, ``15%`` (as 15), ``**7**`` or ``= 7.``; None: not a plain number."""
+    text = _CURRENCY.sub(r"\1", bare(text).removesuffix("%").removesuffix("\\")).strip()
+    text = re.sub(r"(?<=\d),(?=\d{3}(\D|$))", "", text)
     if not _NUMBER.fullmatch(text):
         return None
     top, _, bottom = text.partition("/")
@@ -153,9 +157,12 @@ def as_number(text: str) -> Fraction | None:
 
 
 def number_with_unit(text: str) -> Fraction | None:
-    """The number in ``text`` if only a unit of one or two words follows, such as ``72 clips`` or ``**18 dollars**``; None: another text."""
-    number, *unit = text.replace("*", " ").strip(" .").split() or [""]
-    has_unit = len(unit) <= 2 and all(_UNIT.fullmatch(word) and not _OF_VALUE.fullmatch(word) for word in unit)
+    """The number in ``text`` if only a unit follows, such as ``72 clips``, ``18 dollars per week`` or ``5 m^2``; None: another text."""
+    number, *unit = bare(text).replace("*", " ").split() or [""]
+    if unit[1:-1] and unit[-2] in _BETWEEN:
+        del unit[-2]
+    words = [part for each in unit for part in re.split(r"[/^²³]", each)]
+    has_unit = len(unit) <= 2 and all(map(_UNIT.fullmatch, unit)) and not any(map(_OF_VALUE.fullmatch, words))
     return as_number(number) if has_unit else None
 
 

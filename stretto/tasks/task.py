@@ -368,8 +368,9 @@ def _short(value: object) -> str:
 AnswerFormat = Literal["plain", "line", "tags", "boxed"]
 """Where the answer stands in the text of a model:
 
-``plain``: the whole text. ``line``: the last line that is not blank. ``tags``: inside the last ``<answer>``, which need not be closed.
-``boxed``: inside the last ``\\boxed{}``, which must be closed. Without their marks, ``tags`` and ``boxed`` are read as ``line``.
+``plain``: the whole text. ``line``: the last line that is not blank. ``tags``: inside the last ``<answer>``, which need not be closed,
+and in it inside the last ``\\boxed{}``, if there is one. ``boxed``: inside the last ``\\boxed{}``, which must be closed. Without their
+marks, ``tags`` and ``boxed`` are read as ``line``.
 Text up to the last ``</think>`` and white space around the answer are ignored.
 
 A text without marks still has an answer, because a network that never learned the marks would otherwise score 0 on every answer and
@@ -382,6 +383,9 @@ _INSTRUCTIONS = {
     "boxed": "Write the answer inside \\boxed{}.",
 }
 _TAGGED = re.compile(r"<answer>(?!.*<answer>)(.*?)(?:</answer>|\Z)", re.DOTALL)
+_STYLED = re.compile(r"\\(?:text|math)(?:bf|it|rm|tt)?\s*\{([^{}]*)\}")
+_THOUSANDS = re.compile(r"(?<=\d)(?:\\[,;: ]|\{,\}|[\u00a0\u2009\u202f])(?=\d{3}(?!\d))")
+_AROUND = "*_$\"'`“”‘’ "
 
 
 @dataclass(frozen=True, slots=True)
@@ -423,10 +427,18 @@ def find_answer(text: str, form: AnswerFormat) -> Found:
     marked: str | None = text if form == "plain" else last_line
     if form == "tags":
         match = _TAGGED.search(text)
-        marked = match[1] if match else None
+        marked = (_last_boxed(match[1]) or match[1]) if match else None
     elif form == "boxed":
         marked = _last_boxed(text)
     return Found(last_line.strip(), False) if marked is None else Found(marked.strip(), True)
+
+
+def bare(text: str) -> str:
+    """A found answer without typography: emphasis, quotation marks, ``$``, a leading ``=`` and a final full stop around it, ``\\text{}`` and
+    the like, and LaTeX's spaces. White space is single spaces."""
+    text = _STYLED.sub(r"\1", text.replace("\\$", "$").replace("\\!", ""))
+    text = re.sub(r"\\[()\[\]]", "$", _THOUSANDS.sub("", text))
+    return " ".join(re.sub(r"\\[,;: ]", " ", text).split()).lstrip(_AROUND + "=").rstrip(_AROUND + ".")
 
 
 def _last_boxed(text: str) -> str | None:

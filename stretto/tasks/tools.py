@@ -20,7 +20,7 @@ from stretto.sandbox.outcome import ToolResult
 from stretto.sandbox.tools import TableTool, calculate, run_python
 from stretto.tasks.math import as_number
 from stretto.tasks.session import calling
-from stretto.tasks.task import Answer, AnswerFormat, Problem, Score, TaskSource, Tool, find_answer
+from stretto.tasks.task import Answer, AnswerFormat, Problem, Score, TaskSource, Tool, bare, find_answer
 
 ToolKind = Literal["calculator", "python", "database"]
 _TOOLS: Mapping[ToolKind, tuple[str, str, str]] = {
@@ -81,7 +81,7 @@ class ToolsSource(TaskSource):
         found = find_answer(answer.text, self.args.format)
         gold = problem.payload["answer"]
         value = as_number(gold)
-        right = found.text.casefold() == gold.casefold() if value is None else as_number(found.text) == value
+        right = bare(found.text).casefold() == gold.casefold() if value is None else as_number(found.text) == value
         parts = {"marked": float(found.is_marked)}
         if answer.messages:
             parts["calls"] = float(sum(message.get("role") == "tool" for message in answer.messages))

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from pyarrow import parquet
 
 from stretto.base.errors import UserError
 from stretto.base.trajectory import Outcome
-from stretto.tasks.math import ArithmeticArgs, ArithmeticSource, MathArgs, MathSource, as_number
+from stretto.tasks.math import ArithmeticArgs, ArithmeticSource, MathArgs, MathSource, as_number, number_with_unit
 from stretto.tasks.task import Answer, Problem, Score
 
 RECORDS = [
@@ -57,6 +58,13 @@ def test_numbers_are_read_exactly(top: int, bottom: int) -> None:
     assert as_number(f"{top}") == (top if abs(top) < 10**40 else None)
     assert as_number(f"{top % 10**12}/{bottom}") == Fraction(top % 10**12, bottom)
     assert as_number(f"${top % 10**15:,}.") == top % 10**15
+
+
+@pytest.mark.parametrize("text", ["**53**", "$53$", "= 53", "53%", "€53", "\\(53\\)", "£53.00"])
+def test_typography_around_a_number_is_ignored(text: str) -> None:
+    source = ArithmeticSource("a", ArithmeticArgs())
+    problem = replace(source.problem(0), gold="53")
+    assert source.score(problem, Answer(text)).ok and not source.score(problem, Answer(f"{text} or 54")).ok
 
 
 @pytest.mark.parametrize("text", ["", ".", "1/0", "1,2", "x", "1 2", "--1", "1e9", "9" * 50, "٣ apples", "\\boxed{3}"])
@@ -102,6 +110,35 @@ def test_both_layouts_validate(source: MathSource) -> None:
 )
 def test_answers_are_compared_by_what_they_mean(source: MathSource, item: int, text: str, right: bool) -> None:
     assert source.score(source.problem(item), Answer(text)).ok is right
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "65 miles per hour", "65 dollars per week", "65 dollars a week", "65 m^2", "65 cm^{2}", "65 km²", "65 m/s", "65 miles/hour",
+        "\\text{65 dollars}", "65\\text{ miles per hour}", "65\\,\\mathrm{cm}", "65 pieces of cake", "65 students in total", "€65", "£65",
+    ],
+)  # fmt: skip
+def test_a_unit_may_follow_a_marked_number(source: MathSource, text: str) -> None:
+    gold, other = (Problem.of(0, "", number, "boxed", answer=number) for number in ("65", "66"))
+    assert source.score(gold, Answer(f"\\boxed{{{text}}}")).ok
+    assert (
+        not source.score(gold, Answer(text + " or 66")).ok and not source.score(other, Answer(f"\\boxed{{{text}}}")).ok
+    )
+
+
+@pytest.mark.parametrize(
+    "text", ["4 pi^2", "4 x^2", "4 parts per million", "4 thousands of cats", "4 per", "4 a b c", "4 pi/h"]
+)
+def test_what_may_change_the_value_is_no_unit(text: str) -> None:
+    assert number_with_unit(text) is None
+
+
+@pytest.mark.parametrize(
+    "text", ["1\\,234,567", "1{,}234{,}567", "1,\\!234,\\!567", "1\\ 234\\ 567", "1\u202f234\u202f567"]
+)
+def test_spaces_between_thousands_are_ignored(text: str) -> None:
+    assert as_number(text) == 1_234_567
 
 
 def test_a_worked_gold_answer_ends_in_the_answer(path: Path) -> None:

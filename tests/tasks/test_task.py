@@ -28,6 +28,7 @@ from stretto.tasks.task import (
     TaskSource,
     Tool,
     ask,
+    bare,
     find_answer,
     read_records,
     score_fault,
@@ -242,6 +243,7 @@ WORDS = st.text(st.characters(codec="ascii", categories=["L", "N"]), min_size=1)
         ("tags", "<answer>42", Found("42", True)),
         ("tags", "<answer>4\n2</answer>", Found("4\n2", True)),
         ("tags", "It is\n42", Found("42", False)),
+        ("tags", "<answer>$\\boxed{42}$</answer>", Found("42", True)),
         ("tags", "<answer>1</answer> or <answer>", Found("", True)),
         ("boxed", "so \\boxed{1}, or \\boxed{\\frac{1}{2}}.", Found("\\frac{1}{2}", True)),
         ("boxed", "so \\boxed{\\frac{1}", Found("so \\boxed{\\frac{1}", False)),
@@ -253,6 +255,25 @@ WORDS = st.text(st.characters(codec="ascii", categories=["L", "N"]), min_size=1)
 )
 def test_where_the_answer_is(form: AnswerFormat, text: str, found: Found) -> None:
     assert find_answer(text, form) == found
+
+
+@pytest.mark.parametrize(
+    ("text", "plain"),
+    [
+        ("**Isford**", "Isford"),
+        ("“Isford.”", "Isford"),
+        ("= $\\textbf{65}$.", "65"),
+        ("\\(65\\,\\text{ miles}\\)", "65 miles"),
+        ("1\\,234\\,567", "1234567"),
+        ("1{,}234\u202f567", "1234567"),
+        ("1\\,23", "1 23"),
+        (".5", ".5"),
+        ("'", ""),
+        ("\\frac{1}{2}", "\\frac{1}{2}"),
+    ],
+)
+def test_typography_around_an_answer_is_ignored(text: str, plain: str) -> None:
+    assert bare(text) == plain
 
 
 @given(WORDS, st.sampled_from(FORMATS))

@@ -47,6 +47,16 @@ def test_a_right_answer_needs_no_call_and_no_marks(source: ToolsSource) -> None:
     assert score.ok and score.parts == {"marked": 0.0}
 
 
+def test_typography_around_a_right_answer_is_ignored(source: ToolsSource) -> None:
+    problems = {problem.payload["answer"].isdecimal(): problem for problem in map(source.problem, range(30))}
+    assert set(problems) == {True, False}
+    for problem in problems.values():
+        gold = problem.payload["answer"]
+        for text in (f"{gold}.", f'"{gold}"', f"**{gold}**", f"${gold}$", f"= {gold}", f"\\boxed{{{gold}}}"):
+            assert source.score(problem, Answer(f"<answer>{text}</answer>")).ok, text
+        assert not source.score(problem, Answer(f"<answer>**{gold}1**</answer>")).ok
+
+
 def test_the_same_problems_without_tools(source: ToolsSource) -> None:
     args = ToolsArgs(tools=("calculator",), digits=2)
     without = ToolsSource("w", args.replace(offered=False))

@@ -38,6 +38,7 @@ from stretto.tasks.task import (
     Range,
     Score,
     Session,
+    bare,
     find_answer,
     read_records,
     spoken,
@@ -193,7 +194,7 @@ class SearchSession(Session):
         """
         gold, opened = self._problem.payload, self.reader.opened
         found = find_answer(answer.text, self._args.format)
-        text = _plain(without_citations(found.text))
+        text = bare(without_citations(found.text)).casefold()
         cited = citations(spoken(answer.text))
         read = [self.reader.corpus.documents[each] for each in cited if each in opened]
         evidence = supporting(read, text) | (set(gold["documents"]) & set(opened))
@@ -212,17 +213,13 @@ class SearchSession(Session):
         unread = [each for each in cited if each not in opened]
         uncited = [each for each in gold["documents"] if each not in cited and gold["answer"] != UNKNOWN]
         why = ""
-        if text != _plain(gold["answer"]):
+        if text != bare(gold["answer"]).casefold():
             why = f"the answer is {gold['answer']!r}"
         elif unread or uncited:
             why = f"cited and never opened: {unread[0]}" if unread else f"not cited: {uncited[0]}"
         elif precision < 0.5:
             why = f"{len(astray)} of {len(cited)} cited documents are not evidence, {astray[0]} for example"
         return replace(Score.of(not why, parts, why), reward=0.0 if why else precision)
-
-
-def _plain(answer: str) -> str:
-    return " ".join(answer.split()).strip("\"'. ").casefold()
 
 
 # Worlds and questions

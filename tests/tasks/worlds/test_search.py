@@ -12,7 +12,7 @@ import pytest
 from stretto.base.config import validate
 from stretto.base.errors import UserError
 from stretto.base.trajectory import Outcome
-from stretto.tasks.corpus import Corpus, Document, Reader, citations, read_documents, supporting
+from stretto.tasks.corpus import Corpus, Document, Reader, citations, read_documents, supporting, without_citations
 from stretto.tasks.session import Diverged, calling, recorded, use
 from stretto.tasks.task import Answer, Problem
 from stretto.tasks.worlds.search import UNKNOWN, SearchArgs, SearchSource
@@ -106,6 +106,8 @@ def test_abstaining_is_right_where_no_document_tells() -> None:
     problem = asked.problem(item)
     assert asked.score(problem, Answer(f"I looked.\n<answer>{UNKNOWN.capitalize()}</answer>")).ok
     assert not asked.score(problem, Answer("<answer>Nobody</answer>")).ok
+    for text in ('"unknown".', "**unknown**", "“unknown”", "$\\text{unknown}$"):
+        assert asked.score(problem, Answer(f"<answer>{text}</answer>")).ok, text
 
 
 def test_results_that_were_others_are_not_judged() -> None:
@@ -234,3 +236,4 @@ def test_a_citation_supports_the_answer_or_a_step_to_it() -> None:
     assert supporting([first, second, other], "vik") == {"1", "2"}
     assert supporting([first, other], "Vik") == set() == supporting([second], "")
     assert citations("Vik [2], as [1] and [2] say") == ("2", "1")
+    assert citations("Vik 【2】【1】") == ("2", "1") and without_citations("Vik 【2】 [1]") == "Vik"
