@@ -27,6 +27,7 @@ from stretto.tasks.task import (
     Range,
     Score,
     TaskSource,
+    bare,
     find_answer,
     read_records,
     spoken,
@@ -37,13 +38,22 @@ _RIGHT, _WRONG = "Correct Answer", "Incorrect Answer "
 """Column names of GPQA; the second is followed by a number."""
 _NONE = "N/A"
 """Filler at the end of MMLU-Pro's lists of options."""
-_ALONE = re.compile(r"(?:[\W_]|\\(?:text|textbf|mathrm|mathbf)\b)*([A-Za-z])[\W_]*")
+_ALONE = re.compile(r"[\W_]*([A-Za-z])[\W_]*")
 _BEFORE_TEXT = re.compile(r"[\W_]*([A-Z])[).:*]+(?:\s.*|$)", re.DOTALL)
-_SAID = re.compile(
-    r"(?i:answer|option|choice)\b(?i:\s+(?:is|would be|should be|must be))?[^\w\n]*([B-HJ-Z]\b|[AI]\b(?=[).:,*]|[^\w\n]*$))",
-    re.MULTILINE,
-)
-"""A phrase such as "the answer is C". A and I are words, too, and count only before punctuation or the end of a line."""
+_VERB = r"\s+(?:is|would be|should be|must be)"
+_OPTION = r"\b(?:option|choice)\b"
+_LETTER = r"[^\w\n]*([B-HJ-Z]\b|[AI]\b(?=[).:,*]|[^\w\n]*$))"
+"""A and I are words, too, and count only before punctuation or the end of a line."""
+_SAID = [
+    re.compile(phrase, re.MULTILINE)
+    for phrase in (
+        rf"(?i:answer\b(?:(?:{_VERB}|[^\w\n:]*:)[^\w\n]*(?:the\s+)?{_OPTION}|{_VERB})?){_LETTER}",
+        rf"(?i:{_OPTION}{_VERB}){_LETTER}",
+        rf"(?i:(?:choose|pick|select)\s+{_OPTION})[^\w\n]*([A-Z])\b",
+        rf"(?i:{_OPTION})[^\w\n]*([A-Z])\b(?=[).:,*]|[^\w\n]*$|(?i:\s+is\s+(?:the\s+)?(?:correct|right|best))\b)",
+    )
+]
+"""Phrases that choose an option. Those with "answer" come first: after "the answer is C", "option D" is a remark."""
 
 
 class ChoiceArgs(Range):
@@ -119,19 +129,28 @@ class ChoiceSource(TaskSource):
 
 def chosen_letter(text: str, form: AnswerFormat, options: Sequence[str]) -> str | None:
     """The letter of the option that ``text`` chooses; ``options`` are shown as A, B, …. At the place of the format's answer: a letter alone,
-    a letter before the option's text, or that text alone; else the last phrase such as "the answer is C". None: no option is chosen."""
+    a letter before the option's text, or that text alone; else the last of `_SAID`'s phrases. None: no option is chosen."""
     found = find_answer(text, form)
-    folded = [option.casefold() for option in options]
-    if match := _ALONE.fullmatch(found.text):
+    answer = bare(found.text)
+    if match := _ALONE.fullmatch(answer):
         letter = match[1].upper()
-    elif folded.count(found.text.casefold()) == 1:  # before the next: "E. coli" is not a choice of E
-        letter = LETTERS[folded.index(found.text.casefold())]
-    elif match := _BEFORE_TEXT.match(found.text):
+    elif named := _named(found.text, options):  # before the next: "E. coli" is not a choice of E
+        letter = named
+    elif match := _BEFORE_TEXT.match(answer):
         letter = match[1]
     else:
-        phrases = _SAID.findall(spoken(text))
-        letter = phrases[-1] if phrases else ""
+        said = "\n".join(map(bare, spoken(text).splitlines()))
+        letter = next((found[-1] for phrase in _SAID if (found := phrase.findall(said))), "")
     return letter if letter and letter in LETTERS[: len(options)] else None
+
+
+def _named(text: str, options: Sequence[str]) -> str:
+    """The letter of the one option that ``text`` repeats; empty: none or several. Typography counts only where it tells options apart."""
+    for read in (str.strip, bare):
+        folded = [read(option).casefold() for option in options]
+        if (answer := read(text).casefold()) and folded.count(answer) == 1:
+            return LETTERS[folded.index(answer)]
+    return ""
 
 
 def _choice(record: Mapping[str, Any], where: str) -> Choice:

@@ -104,6 +104,25 @@ def test_equal_choices_are_read_alike_in_every_order(tmp_path: Path) -> None:
         ("First A, then Answer: C\nNo, the correct answer is B because it is.", "B"),
         ("ANSWER: **B**", "B"),
         ("The answer is A", "A"),
+        ("\\boxed{\\text{B) Rome}}", "B"),
+        ("\\boxed{\\textbf{B. Rome}}", "B"),
+        ("\\boxed{\\text{Rome}}", "B"),
+        ("\\boxed{\\textbf{(B) }\\text{Rome}}", "B"),
+        ("\\boxed{**Rome**}", "B"),
+        ("\\boxed{Option B}", "B"),
+        ("\\boxed{Option B: Rome}", "B"),
+        ("The answer is \\textbf{A}", "A"),
+        ("The answer is \\textbf{B}, not A", "B"),
+        ("The answer is B. Option D is wrong.", "B"),
+        ("Answer: B\n\nExplanation: Rome it is. Option D is wrong.", "B"),
+        ("The correct answer is (B) Rome, because option D is wrong.", "B"),
+        ("**Answer:** Option B", "B"),
+        ("The answer is option B, and choice C is for others.", "B"),
+        ("The correct option is B because option C is false.", "B"),
+        ("I choose option B because it is.", "B"),
+        ("Option A is correct. Option D is false.", "A"),
+        ("So it must be option B.", "B"),
+        ("Option D is wrong.", None),
         ("the answer is a city", None),
         ("The answer is I think unknown", None),
         ("I think so", None),
@@ -124,6 +143,12 @@ def test_what_is_a_choice(text: str, letter: str | None) -> None:
 )
 def test_a_species_is_no_letter_before_a_text(text: str, letter: str | None) -> None:
     assert chosen_letter(f"\\boxed{{{text}}}", "boxed", ["C. elegans", "E. coli", "yeast", "none"]) == letter
+
+
+def test_options_that_differ_in_typography_alone_are_told_apart() -> None:
+    options = ["3", "'3'", "=", "."]
+    assert [chosen_letter(f"\\boxed{{{each}}}", "boxed", options) for each in options] == ["A", "B", "C", "D"]
+    assert {chosen_letter(f"\\boxed{{{empty}}}", "boxed", options) for empty in ("", "**")} == {None}
 
 
 def test_what_nobody_can_read_is_wrong_and_says_so(tmp_path: Path) -> None:
