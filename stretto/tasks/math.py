@@ -12,13 +12,15 @@ import random
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from decimal import Decimal
 from fractions import Fraction
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
 from stretto.base.config import Config
+from stretto.base.errors import UserError
 from stretto.base.limited import LimitedProcess, Overrun, serve
 from stretto.base.trajectory import Outcome
 from stretto.sandbox.isolate import Sandbox
@@ -101,7 +103,7 @@ class MathSource(TaskSource):
     def __init__(self, name: str, args: MathArgs, sandbox: Sandbox | None = None) -> None:
         super().__init__(name, args, sandbox)
         records = read_records(args.path, args, [("question", "problem", "Question", "Problem"), ("answer", "Answer")])
-        self._records = [{name.lower(): value for name, value in record.items()} for record in records]
+        self._records = [_checked(each, f"{args.path}: record {at}") for at, each in enumerate(records, args.first + 1)]
         self.num_items = len(records)
         # As a module: run as a script, this file named math.py would shadow Python's math.
         self._checker = LimitedProcess("stretto.tasks.math", limit_s=args.check_s)
@@ -110,8 +112,7 @@ class MathSource(TaskSource):
         record = self._records[item]
         solution, mark, answer = map(str.strip, str(record["answer"]).rpartition("####"))
         solution = _WORKINGS.sub("", solution).strip() if mark else str(record.get("solution") or "")
-        question = record.get("question") or record["problem"]
-        problem = Problem.of(item, question, answer, self.args.format, answer=answer)
+        problem = Problem.of(item, str(record["question"]), answer, self.args.format, answer=answer)
         return replace(problem, gold=f"{solution}\n{problem.gold}") if self.args.worked and solution else problem
 
     def score(self, problem: Problem, answer: Answer) -> Score:
@@ -164,6 +165,20 @@ def number_with_unit(text: str) -> Fraction | None:
     words = [part for each in unit for part in re.split(r"[/^²³]", each)]
     has_unit = len(unit) <= 2 and all(map(_UNIT.fullmatch, unit)) and not any(map(_OF_VALUE.fullmatch, words))
     return as_number(number) if has_unit else None
+
+
+def _checked(record: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """The record with names in lower case and its problem as ``question``. Raises UserError: the question or the answer is missing."""
+    fields = {name.lower(): value for name, value in record.items()}
+    names = [name for name in ("question", "problem") if name in fields]
+    asked = next((name for name in names if fields[name]), names[0])
+    for name in (asked, "answer"):
+        value = fields.get(name)
+        if isinstance(value, bool) or not isinstance(value, str | int | float | Decimal) or not str(value).strip():
+            raise UserError(f"{where}: {name}: {value!r:.60} is no text and no number; write it")
+    if not str(fields["answer"]).rpartition("####")[2].strip():
+        raise UserError(f"{where}: answer: nothing follows ####; write it")
+    return fields | {"question": fields[asked]}
 
 
 def _value(terms: Sequence[int], operators: Sequence[str]) -> int:

@@ -201,6 +201,13 @@ def test_rubbish_is_wrong_and_nothing_breaks(source: MathSource, answer: str) ->
         ('{"question": "?"}', r"line 1: no field answer or Answer; it has question"),
         ("[1]", r"line 1: a JSON array"),
         ("", r"bad\.jsonl: empty"),
+        ('{"question": "q", "answer": null}', r"bad\.jsonl: record 1: answer: None is no text and no number; write it"),
+        ('{"question": "q", "answer": " "}', r"record 1: answer: ' ' is no text and no number; write it"),
+        ('{"question": "q", "answer": "So.\\n####"}', r"record 1: answer: nothing follows ####; write it"),
+        ('{"question": "q", "answer": [1, 2]}', r"record 1: answer: \[1, 2\] is no text and no number"),
+        ('{"question": "q", "answer": true}', r"record 1: answer: True is no text and no number"),
+        ('{"question": null, "answer": "1"}', r"record 1: question: None is no text and no number; write it"),
+        ('{"problem": "", "answer": "1"}', r"record 1: problem: '' is no text and no number; write it"),
     ],
 )
 def test_bad_files_are_one_line(tmp_path: Path, text: str, said: str) -> None:
