@@ -98,13 +98,16 @@ def mean_interval(
 
     The interval is Gaffke's (2005; studied by Learned-Miller and Thomas, 1905.06208): problems get random weights from a flat Dirichlet
     distribution, as in the Bayesian bootstrap, and so does one unseen problem. Its value is the lower bound for the lower end and the
-    upper bound for the upper end. For one sample per problem, the interval is Clopper and Pearson's. Resampling the problems alone
+    upper bound for the upper end. For one domain with values 0 and 1, as with one sample per problem, the interval is Clopper and
+    Pearson's, which is computed exactly. Resampling the problems alone
     has no width if all agree, and covers too seldom with few problems (2503.01747). Several domains share one unseen problem,
     which weighs as much as a problem of the smallest domain.
 
     The draws of a domain depend on ``seed`` and its name only. Raises `UserError`: a domain without values.
     """
     known = {name: judged(name, np.asarray(each, np.float64)[None])[0] for name, each in values.items()}
+    if len(known) == 1 and bounds == (0.0, 1.0) and all(np.isin(x_P, bounds).all() for x_P in known.values()):
+        return _clopper_pearson(next(iter(known.values())))
     smallest = min(known, key=lambda name: len(known[name]))
     low = min(bounds[0], *(x_P.min() for x_P in known.values()))  # a graded reward may exceed them
     high = max(bounds[1], *(x_P.max() for x_P in known.values()))
@@ -121,6 +124,14 @@ def mean_interval(
     # the estimate lies within its interval, and the interval within the bounds, whatever the rounding
     ends = np.clip([np.quantile(low_R, TAIL), np.quantile(high_R, 1 - TAIL)], (low, value), (value, high)).tolist()
     return Interval(value, *ends)
+
+
+def _clopper_pearson(right_P: np.ndarray) -> Interval:
+    """Share of ones among ones and zeros, with its exact interval."""
+    num, num_right, beta = len(right_P), int(right_P.sum()), scipy.special.betaincinv
+    low = beta(num_right, num - num_right + 1, TAIL) if num_right else 0.0
+    high = beta(num_right + 1, num - num_right, 1 - TAIL) if num_right < num else 1.0
+    return Interval(num_right / num, float(low), float(high))
 
 
 def student_interval(values_P: Sequence[float] | np.ndarray) -> Interval:

@@ -11,7 +11,7 @@ from stretto.evals.scores import LEVEL, Interval
 from stretto.post.suite import DomainResult
 from stretto.report.page import NOTHING, Cell
 
-INTERVALS = f"Intervals are {percent(LEVEL)} confidence intervals over problems (Gaffke's; Clopper-Pearson's for one sample per problem)."
+INTERVALS = f"Intervals are {percent(LEVEL)} confidence intervals over problems (Gaffke's; Clopper-Pearson's for a domain with one sample per problem)."
 INFRA = "Infra errors (infrastructure errors): samples without a verdict, left out of the score."
 STAR = "✱"
 BASELINE_NAMES = {

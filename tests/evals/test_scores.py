@@ -109,13 +109,14 @@ def test_domains_of_two_problems_that_agree_have_an_interval_with_a_width() -> N
     assert found.value == 0.25 and found.low < 0.1 and found.high > 0.5
 
 
-@pytest.mark.parametrize(("num_right", "num"), [(0, 50), (50, 50), (25, 50), (1, 8)])
+@pytest.mark.parametrize(("num_right", "num"), [(0, 50), (50, 50), (25, 50), (1, 8), (10, 20)])
 def test_the_interval_of_one_sample_a_problem_is_clopper_and_pearsons(num_right: int, num: int) -> None:
-    found = mean_interval({"d": [1.0] * num_right + [0.0] * (num - num_right)})
+    found, other = (mean_interval({name: [1.0] * num_right + [0.0] * (num - num_right)}) for name in "de")
     beta = scipy.special.betaincinv
     low = beta(num_right, num - num_right + 1, 0.025) if num_right else 0.0
     high = beta(num_right + 1, num - num_right, 0.975) if num_right < num else 1.0
-    assert (found.low, found.high) == pytest.approx((low, high), abs=0.02)
+    assert (found.low, found.high) == pytest.approx((low, high), abs=1e-12)
+    assert other == found
 
 
 def test_a_reward_may_exceed_the_bounds() -> None:
