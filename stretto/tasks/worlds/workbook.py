@@ -185,7 +185,8 @@ def check_formula(book: Book, text: str) -> None:
     for token in tokens:
         if token.type == Token.FUNC and token.subtype == Token.OPEN and token.value[:-1].upper() not in FUNCTIONS:
             raise Refused(f"there is no function {token.value[:-1]} here")
-        if token.type == Token.OPERAND and token.subtype == Token.RANGE:
+        is_constant = token.value.upper() in ("TRUE", "FALSE")  # the tokenizer takes one in lower case for a range
+        if token.type == Token.OPERAND and token.subtype == Token.RANGE and not is_constant:
             match = _REFERENCE.fullmatch(token.value.upper())
             known = {name.upper() for name in book.sheets}
             if not match or ((name := match[1] or match[2]) and name.replace("''", "'") not in known):

@@ -125,6 +125,13 @@ def test_formulas_that_reach_out_or_are_none_are_refused(formula: str) -> None:
         check_formula(DATA, formula)
 
 
+def test_a_constant_may_be_in_lower_case() -> None:
+    formula = "=if(true,VLOOKUP(A1,Data!$A$1:$A$2,1,False),0)"
+    book = filled(DATA, [("Data", row, 3) for row in (1, 2)], formula)
+    (cells,) = Recalculator("ironcalc", "t").values([book])
+    assert cells is not None and [cells["Data", row, 3] for row in (1, 2)] == [2, 5]
+
+
 @pytest.mark.parametrize("text", ["C9:B2", "B9:C2", "C2:B9", "$c$9:b$2"])
 def test_a_range_is_the_same_from_any_of_its_corners(text: str) -> None:
     """A model once wrote a range from its last cell to its first, which ended the run."""
