@@ -41,7 +41,7 @@ class StringsSource(TaskSource):
 
     def score(self, problem: Problem, answer: Answer) -> Score:
         # Spaces depend on the tokenizer and are ignored.
-        written, gold = find_answer(answer.text, "plain").text.split(), problem.gold.split()
+        written, gold = ("".join(text.split()) for text in (find_answer(answer.text, "plain").text, problem.gold))
         share = sum(map(str.__eq__, written, gold)) / max(len(written), len(gold))
         score = Score.of(written == gold, {"places": share})
         return Score(share, score.outcome, score.parts) if self.args.graded else score

@@ -28,6 +28,16 @@ def test_a_problem_does_not_depend_on_what_was_asked_before() -> None:
     assert StringsSource("a", args).problem(7) == [StringsSource("b", args).problem(i) for i in range(8)][7]
 
 
+@pytest.mark.parametrize("graded", [False, True])
+def test_spaces_in_an_answer_are_ignored(graded: bool) -> None:
+    source = StringsSource("s", StringsArgs(operation="sort", graded=graded))
+    problem = source.problem(0)
+    digits = "".join(problem.gold.split())
+    for text in (digits, "  ".join(digits), f"{digits[:2]} {digits[2:]}"):
+        assert source.score(problem, Answer(text)).reward == 1.0
+    assert source.score(problem, Answer(f"{digits[:3]} x{digits[4:]}")).reward == (6 / 7 if graded else 0.0)
+
+
 def test_partial_marks_do_not_make_an_answer_right() -> None:
     source = StringsSource("s", StringsArgs(operation="sort", length=4, graded=True))
     problem = source.problem(0)
