@@ -140,7 +140,7 @@ def chosen_letter(text: str, form: AnswerFormat, options: Sequence[str]) -> str 
         letter = match[1]
     else:
         said = "\n".join(map(bare, spoken(text).splitlines()))
-        letter = next((found[-1] for phrase in _SAID if (found := phrase.findall(said))), "")
+        letter = next((letters[-1] for phrase in _SAID if (letters := phrase.findall(said))), "")
     return letter if letter and letter in LETTERS[: len(options)] else None
 
 
