@@ -6,11 +6,11 @@
 Both networks have the same shape and weights. A step is forward, loss, backward, gradient clipping and fused AdamW on new rows, so that
 experts get different numbers of tokens each time, as in training. The default is what ``train.dtype = "auto"`` chooses. transformers
 uses SDPA attention, and the fastest of its expert implementations, of fp32 and bf16 autocast, and of eager and compiled execution
-(torch.compile, which takes minutes the first time) on this machine. All steps take turns in
-one process, and a fixed matrix product before and after each shows whether other jobs slowed the machine; slow steps are dropped. Other
-jobs change processor time less than wall time.
+(torch.compile, which takes minutes the first time) on this machine. The default is also timed with one thread, if it uses more. All steps
+take turns in one process, and a fixed matrix product before and after each shows whether other jobs slowed the machine; slow steps are
+dropped. Other jobs change processor time less than wall time.
 
-The default is also timed with one thread, where it has more. fp32 is timed as two equal networks; their ratio shows the noise. Exits with 1 if the losses of both networks differ, if the noise is
+fp32 is timed as two equal networks; their ratio shows the noise. Exits with 1 if the losses of both networks differ, if the noise is
 larger than 5 %, or if by wall time the default is more than 5 % slower than fp32, or slower than transformers.
 
 ``--joint`` compares steps of the demo's recipe instead: joint elastic steps, with the Subnets of its sampler, over ordinary steps, by
