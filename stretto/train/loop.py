@@ -182,6 +182,9 @@ class Training:
         self.window = _Window()
         self.own_time: OwnTime | None = None
         self.changes: tuple[Change, ...] = ()
+        self.past = 0
+        """Step of the present schedule up to which the run had come before `train.steps` changed. No later step is treated as an earlier one
+        than this, so that the mixture does not start twice and no order is measured twice."""
         meta, config = self._read_meta(type(recipe)) if job.resume else None, origin.config
         if meta is not None and meta.expert_order is not None:
             config = config.replace(expert_order=meta.expert_order)
@@ -256,6 +259,8 @@ class Training:
         self.run_id, self.step, self.tokens_by_kind = meta.run_id, meta.step, Counter(meta.tokens_by_kind)
         self.meter = Meter(self.stage, meta.receipt.device, self.ranks.world, spent=meta.receipt)
         self.changes = meta.changes + changes_between(meta.recipe, self.recipe, STEERING, meta.step)
+        done = [change.step / change.before for change in self.changes if change.field == "train.steps"]
+        self.past = round(max(done, default=0.0) * self.train.steps)
 
     def run(self, plan: Callable[[int], Plan]) -> Trained:
         """Train to the end of the recipe and write a last snapshot. Snapshots are written while training goes on; a failed one raises
@@ -413,7 +418,8 @@ class Training:
     def draw(self, elastic: MixtureConfig, step: int) -> tuple[MicroPlan, ...]:
         """Micro-batch plans of ``step`` (0-based) for the mixture ``elastic`` of the network's current orders."""
         train = self.train
-        sampler = Sampler(self.model.config, elastic, train.micro_rows, train.micro_batches, train.steps, train.seed)
+        config, past = self.model.config, self.past
+        sampler = Sampler(config, elastic, train.micro_rows, train.micro_batches, train.steps, train.seed, past)
         return sampler.draw(step)
 
     def frozen(self, origin: Origin, weights: torch.dtype = torch.float32) -> Transformer:
@@ -430,7 +436,8 @@ class Training:
         """Measure the orders that are due after this step on held-out text, and add the cost to the meter. ``goes_on`` is called after
         each layer."""
         named = ("layers", self.rank_at.layers), ("experts", self.rank_at.experts)
-        due = [name for name, steps in named if self.step in steps]
+        is_past = 0 < self.step <= self.past
+        due = [name for name, steps in named if self.step in steps and not is_past]
         if not due or not self.job.held_out:
             return
         if self.ranks.is_first:

@@ -377,7 +377,7 @@ class ElasticizeRecipe(Config):
 
     def ce_weight_at(self, step: int) -> float:
         """Weight of cross-entropy in the loss of ``step`` (0-based)."""
-        progress = step / max(1, self.train.steps - 1)
+        progress = min(1.0, step / max(1, self.train.steps - 1))
         return 1.0 - (self.kd_weight + (self.kd_final_weight - self.kd_weight) * progress)
 
 

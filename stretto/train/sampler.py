@@ -54,6 +54,8 @@ class Sampler:
     micro_batches: int
     num_steps: int
     seed: int
+    past: int = 0
+    """Earlier steps have this step's share of smaller sizes; see `stretto.train.loop.Training`."""
 
     def draw(self, step: int) -> tuple[MicroPlan, ...]:
         """The plans of ``step`` (0-based), one per micro-batch."""
@@ -64,7 +66,7 @@ class Sampler:
             return MicroPlan("full", self.config.full(), None, False)
         number = step * self.micro_batches + index
         rng = np.random.default_rng((self.seed, number))
-        strength = self._strength(step)
+        strength = self._strength(max(step, self.past))
         if self.elastic.sampler == "ernie":
             return self._independent(rng, strength)
         offset = np.random.default_rng(self.seed).random()

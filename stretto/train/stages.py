@@ -113,8 +113,9 @@ def elasticize(
     _note_idle_widths(training, elastic)
 
     def plan(step: int) -> Plan:
-        mixture = recipe.mixture_at(training.model.config, step)
-        taught = replace(lesson, ce_weight=recipe.ce_weight_at(step))
+        scheduled = max(step, training.past)
+        mixture = recipe.mixture_at(training.model.config, scheduled)
+        taught = replace(lesson, ce_weight=recipe.ce_weight_at(scheduled))
         passes = [(micro, taught) for micro in training.draw(mixture, step)]
         return Plan(passes, _balance_rate(training, elastic, step))
 

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from stretto.model.checkpoint import write_checkpoint
 from stretto.model.elastic import extract
 from stretto.model.parallel import stored
 from stretto.model.spec import LoraConfig, ModelConfig, SubnetChoice, extracted_config
+from stretto.model.transformer import Transformer
 from stretto.model.weight_files import TensorFiles
 from stretto.train.loop import Trained
 from stretto.train.recipe import (
@@ -231,6 +233,51 @@ def test_a_resumed_run_is_an_uninterrupted_one(
     shutil.rmtree(tmp_path / "stopped" / "snapshots" / "step-0000008")
     resumed = elasticize_in("stopped", resume=True, **changes)
     assert_same(whole, resumed)
+
+
+@pytest.mark.parametrize(("done", "starts"), [(8, 8), pytest.param(6, 6, marks=pytest.mark.slow), (3, 12)])
+def test_more_steps_do_not_start_the_sizes_again(done: int, starts: int, run: Any) -> None:
+    """A run of 8 steps ranks experts after step 4 and trains smaller sizes from then on. After ``done`` steps it gets 24."""
+    asked: list[int] = []
+
+    def measure(model: Transformer) -> tuple[tuple[int, ...], ...]:
+        asked.append(1)
+        return (tuple(range(8)),) * 5
+
+    changes = {"elastic__starts_at": 0.5, "elastic__rank_experts_at": (0.5,), "train__micro_batches": 4}
+    changes |= {"train__snapshot_every": 1, "train__keep_snapshots": 99, "elastic__width_share": 0.0}
+    run(rank_experts=measure, train__steps=8, **changes)
+    snapshots = run.folder / "snapshots"
+    for step in range(done + 1, 9):
+        shutil.rmtree(snapshots / f"step-{step:07d}")
+    if done < 4:
+        asked.clear()
+    run(rank_experts=measure, resume=True, train__steps=24, **changes)
+    assert asked == [1]
+
+    def smaller(step: int) -> int:
+        kinds = read_meta(snapshots / f"step-{step:07d}").tokens_by_kind
+        return sum(kinds.values()) - kinds["full"]
+
+    assert smaller(starts) == smaller(done) and smaller(starts + 2) > smaller(starts)
+
+
+def test_more_steps_do_not_repeat_what_is_past(elasticize_in: Callable[..., Trained], tmp_path: Path) -> None:
+    """Random top-k begins after half of the steps; the weight of the teacher falls until the last one."""
+    changes = {"elastic__top_k_share": 0.6, "elastic__anchor_share": 0.2, "train__keep_snapshots": 9}
+    elasticize_in("run", **changes)
+    weights: list[float] = []
+
+    def recorded(recipe: ElasticizeRecipe, step: int) -> float:
+        weights.append(weight_at(recipe, step))
+        return weights[-1]
+
+    weight_at = ElasticizeRecipe.ce_weight_at
+    with mock.patch.object(ElasticizeRecipe, "ce_weight_at", recorded):
+        elasticize_in("run", resume=True, train__steps=24, **changes)
+    by_step = [read_meta(tmp_path / "run" / "snapshots" / f"step-{step:07d}").tokens_by_kind for step in (8, 12)]
+    assert by_step[1]["top_k"] > by_step[0]["top_k"]
+    assert weights == [0.25] * 16
 
 
 @pytest.mark.slow
