@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from stretto.base.errors import UserError
+from stretto.evals.loss import EvalBatch
 from stretto.evals.order import rank_experts
 from stretto.model.elastic import extract
-from stretto.model.spec import Subnet
-from stretto.model.transformer import Transformer
+from stretto.model.spec import ModelConfig, Subnet
+from stretto.model.transformer import Context, Transformer, build
 from stretto.subnets.extract import ExtractionError, derived_tolerance, verified_extract, verify
 
 UNEVEN = Subnet(layers=(0, 1, 3, 4, 5), experts=(6, 2, 3, 4, 5), top_k=(2, 2, 1, 3, 2))
@@ -37,6 +38,31 @@ def test_experts_of_equal_scores_are_chosen_alike(make_model, batches):
         block.mlp.bias_WE.copy_(torch.randint(3, block.mlp.bias_WE.shape, generator=generator) * 0.1)
     found = verified_extract(model, model.config.subnet(5, 7, 3), batches)
     assert found.difference <= found.tolerance
+
+
+def test_scores_that_differ_by_one_rounding_are_no_reason_to_refuse():
+    """The softmax of 128 and of 64 experts orders two scores of one token otherwise, and its logits then differ by 6e-3."""
+    config = ModelConfig(
+        vocab_size=997, hidden_size=64, num_layers=24, num_heads=4, num_kv_heads=2, head_dim=16, num_experts=128, top_k=8,
+        expert_intermediate_size=16, router="softmax", selection_bias=False,
+    )  # fmt: skip
+    model, generator = build(config, 2), torch.Generator().manual_seed(2)
+    for block in model.blocks:
+        block.mlp.gate.data.mul_(3)
+        torch.empty_like(block.mlp.bias_WE).normal_(generator=generator)
+    ids = torch.randint(0, 997, (4, 256), generator=generator)
+    found = verified_extract(model, config.subnet(experts=64), [EvalBatch(ids, ids, Context.plain(ids))])
+    assert found.difference <= found.tolerance and found.num_tokens == 4 * 256
+
+
+def test_a_router_that_chooses_other_experts_is_refused(make_model, batches):
+    """Its selection bias has no part in the logits of the experts that are chosen."""
+    model = make_model()
+    subnet = model.config.subnet(5, 3, 2)
+    smaller = extract(model, subnet)
+    smaller.blocks[3].mlp.bias_WE[:, 0] += 1e-3
+    with pytest.raises(ExtractionError, match="selection scores of experts differ by"):
+        verify(model, subnet, smaller, batches)
 
 
 def test_uneven_layers_pass(make_model, batches):
