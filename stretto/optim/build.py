@@ -104,7 +104,8 @@ class Muon(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """Update every parameter that has a gradient."""
+        """Update every parameter that has a gradient, and of stacks the matrices that have one: an expert without tokens has zeros, and
+        would otherwise move at the full rate along its last gradients, because `orthogonal` divides by the norm."""
         assert closure is None, "Muon does not evaluate closures"
         for group in self.param_groups:
             for parameter in group["params"]:
@@ -116,7 +117,11 @@ class Muon(Optimizer):
                 momentum = state["momentum_buffer"].lerp_(parameter.grad, 1.0 - group["momentum"])
                 update = orthogonal(parameter.grad.lerp(momentum, group["momentum"]))
                 aspect = math.sqrt(max(1.0, parameter.shape[-2] / parameter.shape[-1]))
-                parameter.mul_(1.0 - group["lr"] * group["weight_decay"])
+                kept: Tensor | float = 1.0 - group["lr"] * group["weight_decay"]
+                if parameter.dim() > 2:
+                    moves_S11 = (parameter.grad.abs().amax((-2, -1), keepdim=True) > 0).to(parameter.dtype)
+                    update, kept = update * moves_S11, kept * moves_S11 + (1.0 - moves_S11)
+                parameter.mul_(kept)
                 parameter.add_(update, alpha=-group["lr"] * aspect)
 
 

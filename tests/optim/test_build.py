@@ -143,6 +143,24 @@ def test_scale_of_the_gradient_does_not_matter() -> None:
     assert torch.allclose(orthogonal(update), orthogonal(1e3 * update), atol=1e-5)
 
 
+def test_muon_leaves_experts_without_tokens_as_they_are() -> None:
+    """And moves the others as it moves a stack without idle experts, to the bit."""
+    generator = torch.Generator().manual_seed(0)
+    start, gradients = (torch.randn(shape, generator=generator) for shape in ((3, 12, 8), (4, 3, 12, 8)))
+    gradients[1:, 2] = 0
+    whole, ordinary = torch.nn.Parameter(start.clone()), torch.nn.Parameter(start[:2].clone())
+    optimizers = [Muon([{"params": [each], "weight_decay": 0.1}], lr=0.02) for each in (whole, ordinary)]
+    after = []
+    for gradient in gradients:
+        whole.grad, ordinary.grad = gradient.clone(), gradient[:2].clone()
+        for optimizer in optimizers:
+            optimizer.step()
+        after.append(whole.detach().clone())
+        assert torch.equal(whole[:2], ordinary)
+    assert not torch.equal(after[0][2], start[2])
+    assert all(torch.equal(each[2], after[0][2]) for each in after)
+
+
 @pytest.mark.parametrize("shape", [(20, 20), (40, 16)])
 def test_a_few_steps_equal_torchs_own_to_bf16(shape: tuple[int, int]) -> None:
     generator = torch.Generator().manual_seed(0)
