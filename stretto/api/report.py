@@ -395,8 +395,7 @@ def _recipe_of(stage: Lineage) -> Recipe | ElasticizeRecipe | None:
 
 def _ordinary_flops(model: ModelConfig, train: TrainConfig, num_positions: int) -> int:
     """FLOPs of training only the full network of ``model`` on ``num_positions`` positions, counted as in `stretto.train.step`."""
-    num_passes = 4 if train.recompute else 3
-    return num_passes * count(model, model.full()).forward_flops(num_positions, train.seq_len)
+    return count(model, model.full()).trained_flops(num_positions, train.seq_len, train.recompute)
 
 
 def _elasticity(folder: Path, lineage: Lineage, controls: Sequence[Path]) -> Elasticity | None:

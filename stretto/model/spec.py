@@ -592,6 +592,8 @@ class Counts:
     """Number of parameters that one token uses: all but those of the experts it does not choose."""
     linear_flops: int
     """Forward FLOPs per token of matrix products with weights (with the output head, without the embedding look-up)."""
+    head_flops: int
+    """The output head's part of ``linear_flops``."""
     score_flops: int
     """Forward FLOPs per token and attended key (scores and weighted sum, all layers). Sliding layers count like others, because the
     trainer's kernels also compute the scores outside the window."""
@@ -601,6 +603,13 @@ class Counts:
     def forward_flops(self, num_tokens: int, attended: float) -> int:
         """FLOPs of a forward pass over ``num_tokens`` tokens that attend to ``attended`` keys on average."""
         return int(num_tokens * (self.linear_flops + self.score_flops * attended))
+
+    def trained_flops(self, num_tokens: int, attended: float, recompute: bool, head_tokens: int | None = None) -> int:
+        """FLOPs of a forward and a backward pass in which all weights are trained. The head is applied to ``head_tokens`` of the tokens
+        (None: all), and is not recomputed."""
+        head = num_tokens * self.head_flops
+        body = self.forward_flops(num_tokens, attended) - head
+        return (4 if recompute else 3) * body + 3 * (head if head_tokens is None else head_tokens * self.head_flops)
 
 
 def count(config: ModelConfig, subnet: Subnet) -> Counts:
@@ -630,6 +639,7 @@ def count(config: ModelConfig, subnet: Subnet) -> Counts:
         total_params=always + num_experts * sum(expert),
         active_params=always + num_chosen * sum(expert),
         linear_flops=2 * (matrices + num_chosen * expert[0] + embedding),
+        head_flops=2 * embedding,
         score_flops=num_layers * 4 * config.num_heads * width,
         kv_elements=num_layers * cached,
     )

@@ -28,7 +28,7 @@ from stretto.model.elastic import update_balance
 from stretto.model.parallel import Ranks, scale_gradients
 from stretto.model.spec import ModelConfig, Subnet, count, executed
 from stretto.model.transformer import Context, RowWidths, Transformer
-from stretto.ops.logprob import IGNORED, Teacher, TopLogProbs, head_loss
+from stretto.ops.logprob import IGNORED, WORTH_LEAVING_OUT, Teacher, TopLogProbs, head_loss
 from stretto.optim.compact import CompactAdamW
 from stretto.train.sampler import WidthPlan
 
@@ -143,8 +143,8 @@ class StepResult:
     grad_norm: float
     """Global norm before clipping."""
     flops: int
-    """FLOPs of the model's matrix products, forward and backward, teachers and recomputation included. Attention is counted as if every
-    row were one document; packed rows execute less."""
+    """FLOPs of the model's matrix products, forward and backward, teachers and recomputation included. Gradients of frozen weights, and the
+    head at tokens that `head_loss` leaves out, are not. Attention is counted as if every row were one document; packed rows execute less."""
     counts: dict[int, Tensor] = field(default_factory=dict)
     """Tokens routed to each expert, padding excluded, by MoE row, [W, E]."""
     streams_N: list[Mapping[str, Tensor]] = field(default_factory=list)
@@ -201,7 +201,7 @@ def optimisation_step(
                 counts[row] = counts[row] + counts_WE if row in counts else counts_WE
             if batch.objective is not None:
                 streams_N.append(done.measured.streams_N)
-        flops += _step_flops(model.config, batch, ranks.world)
+        flops += _step_flops(model, batch, ranks.world)
     for value in nll_by_kind.values():
         ranks.sum(value)
     counts = {row: ranks.sum(counts_WE) for row, counts_WE in counts.items()}
@@ -350,19 +350,54 @@ def _partly_taught(
     return Measured(loss, nll_N)
 
 
-def _step_flops(config: ModelConfig, batch: MicroBatch, world: int) -> int:
+def _step_flops(model: Transformer, batch: MicroBatch, world: int) -> int:
     """FLOPs of the passes of all ranks: forward and backward of trained passes, forward of a teacher."""
-    num_passes = 4 if batch.ctx.recompute else 3
     num_own, length = batch.ids_BT.shape
     num_rows = num_own * world if batch.num_rows is None else batch.num_rows
-    student, distil = num_passes * _forward_flops(config, batch.subnet, num_rows, length), batch.distil
+    num_targets, distil = batch.num_target_tokens, batch.distil
+
+    def trained(subnet: Subnet, num_rows: int, head_tokens: int) -> int:
+        counts = count(model.config, executed(model.config, subnet))
+        flops = counts.trained_flops(num_rows * length, length, batch.ctx.recompute, head_tokens)
+        head = 0 if model.head_VD.requires_grad else head_tokens * counts.head_flops
+        return flops - head - num_rows * length * _frozen_flops(model, subnet)
+
+    rows = distil.rows if isinstance(distil, Distil) else None
+    num_taught, taught_targets = (num_rows, num_targets) if rows is None else (rows.num_rows, rows.num_target_tokens)
+    if distil is not None and distil.ce_weight < 1.0:  # a teacher's distribution is compared at all tokens of its rows
+        others = _head_tokens((num_rows - num_taught) * length, num_targets - taught_targets)
+        student = trained(batch.subnet, num_rows, num_taught * length + others)
+    elif batch.objective is not None:
+        student = trained(batch.subnet, num_rows, num_rows * length)
+    else:
+        student = trained(batch.subnet, num_rows, _head_tokens(num_rows * length, num_targets))
     if distil is None or not distil.runs:
         return student
     if isinstance(distil, Recorded):
         return student + _forward_flops(distil.config, distil.config.full(), num_rows, length)
-    num_taught = num_rows if distil.rows is None else distil.rows.num_rows
-    forward = _forward_flops(distil.model.config, distil.subnet, num_taught, length)
-    return student + (num_passes if distil.learns else 1) * forward
+    if distil.learns:
+        return student + trained(distil.subnet, num_taught, _head_tokens(num_taught * length, taught_targets))
+    return student + _forward_flops(distil.model.config, distil.subnet, num_taught, length)
+
+
+def _head_tokens(num_tokens: int, num_targets: int) -> int:
+    """Tokens to which `head_loss` applies the head if there is no teacher. Ranks decide for their own tokens; here it is decided for all."""
+    return num_tokens if num_targets > WORTH_LEAVING_OUT * num_tokens else num_targets
+
+
+def _frozen_flops(model: Transformer, subnet: Subnet) -> int:
+    """FLOPs per token of the gradients that frozen matrices of the layers of ``subnet`` would have. A weight with adapters is not frozen: its
+    gradient is computed for them."""
+    config, total = model.config, 0
+    moe_layers = [config.moe_layers[row] for row in config.moe_rows(subnet.layers)]
+    top_k = dict(zip(moe_layers, subnet.top_k, strict=True))
+    for layer in subnet.layers:
+        for name, parameter in model.blocks[layer].named_parameters():
+            if parameter.requires_grad or parameter.dim() < 2 or name.endswith(("bias", ".original")):
+                continue
+            is_stack = parameter.dim() == 3
+            total += 2 * (parameter.numel() // len(parameter) * top_k[layer] if is_stack else parameter.numel())
+    return total
 
 
 def _forward_flops(config: ModelConfig, subnet: Subnet, num_rows: int, length: int) -> int:
