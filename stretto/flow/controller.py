@@ -132,6 +132,11 @@ class Controller:
         return self.state.version
 
     @property
+    def oldest_engine_version(self) -> int:
+        """Oldest version on any engine; while no engine is known, the trainer's."""
+        return min(self._engines.values(), default=self.version)
+
+    @property
     def repeats(self) -> bool:
         """Whether the next step was made before, and undone by a return to a snapshot."""
         return self.state.version < self.state.reached
@@ -270,7 +275,7 @@ class Controller:
             "ready": sum(entry.ref is not None for entry in alive) - num_training,
             "training": num_training,
             "free_slots": self.limits.most_alive - len(alive),
-            "engine_lag": self.version - min(self._engines.values(), default=self.version),
+            "engine_lag": self.version - self.oldest_engine_version,
             "max_staleness": self.max_staleness,
             **{name: self._events[name] for name in ("expired", "late", "failed_attempts", "vanished")},
             **{ending.value: self.state.endings.get(ending, 0) for ending in Ending},

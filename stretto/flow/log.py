@@ -34,6 +34,8 @@ STATUS_EVERY_S = 1.0
 _SHOWN_WAITS = 5
 _EVALUATIONS, _PAUSE_S = 5, 0.2
 """Attempts at one held-out problem, and seconds between them: agents, engines and verifiers may die meanwhile."""
+_LOADING_S = 0.02
+"""Seconds between two checks whether the engines have loaded new weights."""
 
 Advance = Callable[[int, str | None], None]
 """Advances a progress bar by steps and shows a short text beside it."""
@@ -395,18 +397,29 @@ class Logbook:
         self._tracker.log(report.step, scalars, line=False)
         self._advance(report.step - self._shown_steps, f"reward {scalars['reward/mean']:.3f}")
         self._shown_steps = report.step
-        train, is_free = self._recipe.train, self._evaluation is None or self._evaluation.done()
-        if report.step % train.eval_every == 0 and report.step < train.steps and is_free:
-            self._evaluation = asyncio.create_task(self._evaluate_beside(report.step))
+        train = self._recipe.train
+        if report.step % train.eval_every == 0 and report.step < train.steps:
+            self._start_evaluation(report.step)
+
+    def _start_evaluation(self, step: int) -> None:
+        if self._evaluation is None or self._evaluation.done():
+            self._evaluation = asyncio.create_task(self._evaluate_beside(step))
+        else:
+            why = "the last evaluation still runs; raise train.eval_every, or lower train.eval_prompts"
+            self.say(f"step {step:>5,}  held-out reward not measured: {why}")
 
     async def evaluate(self, step: int) -> list[Group]:
-        """Log the mean reward on held-out problems, one sample each at the run's temperature; returns the samples."""
+        """Log the mean reward on held-out problems, one sample each at the run's temperature, and the oldest and newest version of their
+        tokens; returns the samples."""
         if self._evaluation is not None:
             await self._evaluation
         return await self._evaluate(step)
 
     async def _evaluate_beside(self, step: int) -> None:
+        """Evaluate while the run continues, once every engine has the weights of ``step`` or newer ones."""
         try:
+            while self._controller.oldest_engine_version < step:
+                await asyncio.sleep(_LOADING_S)
             await self._evaluate(step)
         except Exception as error:  # the run continues without this reward
             why = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
@@ -415,15 +428,19 @@ class Logbook:
     async def _evaluate(self, step: int) -> list[Group]:
         num = self._recipe.train.eval_prompts
         groups = await asyncio.gather(*map(self._held_out, range(num)))
-        reward = float(np.mean([group.trajectories[0].verdict.reward for group in groups]))
-        self.log(step, "eval/reward", reward)
-        self.say(f"step {step:>5,}  held-out reward {reward:.3f}  ({num} problems)")
+        samples = [group.trajectories[0] for group in groups]
+        reward = float(np.mean([sample.verdict.reward for sample in samples]))
+        versions = np.concatenate([part.versions for each in samples for part in each.segments if part.is_sampled])
+        oldest, newest = int(versions.min()), int(versions.max())
+        self.log(step, {"eval/reward": reward, "eval/oldest_version": oldest, "eval/newest_version": newest})
+        weights = "" if oldest == newest == step else f", weights of steps {oldest:,} to {newest:,}"
+        self.say(f"step {step:>5,}  held-out reward {reward:.3f}  ({num} problems{weights})")
         return groups
 
-    def log(self, step: int, metric: str, value: float) -> None:
-        """Log a scalar that is measured outside the steps."""
-        self._metrics[metric] = value
-        self._tracker.log(step, {metric: value}, line=False)
+    def log(self, step: int, scalars: Mapping[str, float]) -> None:
+        """Log scalars that are measured outside the steps."""
+        self._metrics |= scalars
+        self._tracker.log(step, scalars, line=False)
 
     async def _held_out(self, number: int) -> Group:
         task, deadline_s = self._prompts.held_out(number), self._recipe.failures.lease_s + CALL_SLACK_S

@@ -237,7 +237,7 @@ async def _attempt(
                 await driver.run()
                 held_out = await log.evaluate(controller.version)
                 moved = await roles.call_trainer("moved", held_out, deadline_s=write_s)
-                log.log(controller.version, MOVED, moved)
+                log.log(controller.version, {MOVED: moved})
                 await roles.call_trainer("write", job.folder / CHECKPOINT, deadline_s=write_s)
             controller.finish()
     finally:

@@ -6,8 +6,10 @@ import asyncio
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from stretto.engine.request import EngineStats
@@ -15,6 +17,7 @@ from stretto.flow.agent import AgentStats
 from stretto.flow.log import Counts, Logbook, RoleScalars, Span, Trace, read_spans, write_trace
 from stretto.flow.reward import RewardStats
 from stretto.learning.recipe import SPANS_FILE
+from tests.flow.samples import group
 
 ENGINE = EngineStats(3, 2, 100, 40, 10, 1600, 1 << 20, True, 7, output_tokens=500, num_preemptions=1, busy_s=4.0)
 AGENT = AgentStats(
@@ -151,5 +154,47 @@ def test_an_evaluation_that_breaks_is_told_and_the_run_goes_on(monkeypatch: pyte
         raise ZeroDivisionError("no prompts")
 
     monkeypatch.setattr(Logbook, "_evaluate", broken)
+    book._controller = SimpleNamespace(oldest_engine_version=3)  # type: ignore[assignment]
     asyncio.run(book._evaluate_beside(3))
     assert said == ["step     3  held-out reward not measured: ZeroDivisionError: no prompts"]
+
+
+def test_an_evaluation_waits_for_the_weights_of_its_step_and_a_skipped_one_is_told() -> None:
+    """Samples that continue under newer weights are named."""
+    said: list[str] = []
+    logged: list[tuple[int, dict[str, float]]] = []
+    asked: list[int] = []
+    book = Logbook.__new__(Logbook)
+    book.say, book._evaluation, book._metrics = said.append, None, {}
+    engines = SimpleNamespace(oldest_engine_version=2)
+    parts = {
+        "_controller": engines,
+        "_recipe": SimpleNamespace(train=SimpleNamespace(eval_prompts=2)),
+        "_tracker": SimpleNamespace(log=lambda step, scalars, line: logged.append((step, scalars))),
+    }
+    for name, part in parts.items():
+        setattr(book, name, part)
+
+    async def held_out(number: int) -> Any:
+        asked.append(number)
+        return group(np.random.default_rng(number), [0.5], versions=(3, 4), longest=40)
+
+    book._held_out = held_out  # type: ignore[method-assign]
+
+    async def run() -> None:
+        book._start_evaluation(3)
+        await asyncio.sleep(0.1)
+        assert not asked, "an engine still samples with the weights of step 2"
+        book._start_evaluation(4)
+        engines.oldest_engine_version = 3
+        assert book._evaluation is not None
+        await book._evaluation
+
+    asyncio.run(run())
+    assert asked == [0, 1]
+    assert logged == [(3, {"eval/reward": 0.5, "eval/oldest_version": 3, "eval/newest_version": 4})]
+    assert said == [
+        "step     4  held-out reward not measured: the last evaluation still runs; raise train.eval_every, or lower "
+        "train.eval_prompts",
+        "step     3  held-out reward 0.500  (2 problems, weights of steps 3 to 4)",
+    ]
