@@ -36,7 +36,8 @@ _MIN_GAP = 0.01
 """Smallest weight of a source relative to one whose KL has not changed, so that learnt sources are still trained."""
 STATISTICS = ("logp", "entropy", "kl", "signal", "teacher_entropy", "slope")
 """Statistics of each token: log π, the student's entropy, KL(π ‖ q), log q − log π, the teacher's entropy, and the sum of the
-absolute gradient of the loss by the logits, from which each source's share of the gradient is computed."""
+absolute gradient of the loss by the logits, from which each source's share of the gradient is computed. To the last one,
+`DistillObjective` adds that of the policy loss."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -179,6 +180,12 @@ def taught_loss(
     return _TaughtLoss.apply(hidden_ND, head_VD, targets_N, weights_N, lessons, config, operators, chunk)
 
 
+def _slope(loss: Tensor, logp_N: Tensor) -> Tensor:
+    """Sum [N] of the absolute gradient by each token's logits of a loss of the targets' log-probabilities ``logp_N``."""
+    (grad_N,) = torch.autograd.grad(loss, logp_N, retain_graph=True)
+    return 2 * (grad_N * torch.expm1(logp_N.detach())).abs()  # the gradient of log π(y) is 1 − π(y) at y, and −π elsewhere
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class DistillObjective:
     """Distillation loss on one rank's rows of a batch, plus the policy loss if there are rewards or a KL to a reference."""
@@ -191,8 +198,10 @@ class DistillObjective:
 
     def __call__(self, hidden_ND: Tensor, head_VD: Tensor, targets_N: Tensor) -> Measured:
         """Sum over the targets of weight·(form of the reverse KL + policy loss)."""
-        operators, streams = self.policy.operators, self.policy.streams
-        weights_N, behaviour_N = streams["weights_BT"].flatten(), streams["behaviour_BT"].flatten()
+        operators = self.policy.operators
+        weights_N, behaviour_N, advantages_N = (
+            self.policy.streams[f"{name}_BT"].flatten() for name in ("weights", "behaviour", "advantages")
+        )
         if self.config.form == "sampled":
             logp_N, entropy_N = chosen_logprobs(hidden_ND, head_VD, targets_N, operators=operators)
             signal_N, kl_N = torch.zeros_like(logp_N), torch.zeros_like(logp_N)
@@ -200,19 +209,18 @@ class DistillObjective:
                 assert isinstance(lesson.scores, Tensor)
                 gap_M = lesson.scores - lesson.summed(logp_N.detach()[lesson.places_M])
                 signal_N[lesson.places_M], kl_N[lesson.places_M] = gap_M, lesson.estimate(gap_M)
-            advantages_N = signal_N.clamp(-self.config.clip, self.config.clip)
-            measured = self.policy.measured(
-                logp_N, entropy_N, targets_N, streams["advantages_BT"].flatten() + advantages_N
-            )
-            slope_N = 2 * (weights_N * advantages_N).abs() * -torch.expm1(logp_N.detach())
-            statistics = {"signal": signal_N, "kl": kl_N, "slope": slope_N}
+            clipped_N = signal_N.clamp(-self.config.clip, self.config.clip)
+            measured = self.policy.measured(logp_N, entropy_N, targets_N, advantages_N + clipped_N)
+            statistics = {"signal": signal_N, "kl": kl_N, "slope": _slope(measured.loss, logp_N)}
             return replace(measured, streams_N={**measured.streams_N, **statistics})
         loss, statistics_SN = taught_loss(
             hidden_ND, head_VD, targets_N, weights_N, self.lessons, self.config, operators
         )
         statistics = dict(zip(STATISTICS, statistics_SN.float(), strict=True))
         if self.has_policy:
-            measured = self.policy(hidden_ND, head_VD, targets_N)
+            logp_N, entropy_N = chosen_logprobs(hidden_ND, head_VD, targets_N, operators=operators)
+            measured = self.policy.measured(logp_N, entropy_N, targets_N, advantages_N)
+            statistics["slope"] = statistics["slope"] + _slope(measured.loss, logp_N)
             return Measured(loss + measured.loss, measured.nll_N, {**statistics, **measured.streams_N})
         ratio_N = torch.where(targets_N != IGNORED, (statistics["logp"] - behaviour_N).exp(), 0.0)
         return Measured(loss, -statistics["logp"], {**statistics, "ratio": ratio_N})
@@ -293,13 +301,13 @@ def progressed(
 
 
 def source_scalars(statistics: TokenStatistics, sources_N: NDArray[np.str_], taught: Sequence[str]) -> dict[str, float]:
-    """Scalars of the log for each ``taught`` source: KL, entropies, and share of the gradient."""
+    """Scalars of the log: each source's share of the gradient, and KL and entropies of each ``taught`` source."""
     scalars: dict[str, float] = {}
     total = max(float(statistics["slope"].sum()), _TINY)
-    for source in taught:
+    for source in sorted({*taught, *np.unique(sources_N).tolist()}):
         here_N = sources_N == source
         scalars[f"distill/share/{source}"] = float(statistics["slope"][here_N].sum()) / total
-        if here_N.any():
+        if source in taught and here_N.any():
             for name in ("kl", "entropy", "teacher_entropy"):
                 if name in statistics:
                     scalars[f"distill/{name}/{source}"] = float(statistics[name][here_N].mean())

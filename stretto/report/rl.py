@@ -411,7 +411,7 @@ def teachers(data: RlData) -> Picture:
         f"KL to their teachers, by source, in nats per token: {'; '.join(parts)}.",
         "KL of the student to its teachers and each source's share of the gradient, over steps.",
         [
-            Panel("KL to the teacher", _each(data, "distill/kl/"), notes=["nats per token"], log=True),
+            Panel("KL to the teacher", _each(data, "distill/kl/"), notes=["nats per token", "form sampled: ½ mean (log q − log π)²"], log=True),
             Panel("Share of the gradient", _each(data, "distill/share/"), percent),
         ],
     )

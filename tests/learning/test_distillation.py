@@ -12,6 +12,7 @@ from torch import Tensor
 
 from stretto.learning.distillation import (
     STATISTICS,
+    DistillObjective,
     Lesson,
     Progress,
     form_loss,
@@ -20,8 +21,9 @@ from stretto.learning.distillation import (
     source_weights,
     taught_loss,
 )
-from stretto.learning.recipe import DistillConfig, TeacherConfig
-from stretto.ops.logprob import Teacher
+from stretto.learning.objective import PolicyObjective
+from stretto.learning.recipe import DistillConfig, LossConfig, TeacherConfig
+from stretto.ops.logprob import Teacher, chosen_logprobs
 from tests.learning.lessons import (
     FORMS,
     form_loss_reference,
@@ -191,3 +193,37 @@ def test_what_a_step_tells_of_its_sources() -> None:
     scalars = source_scalars(streams, sources_N, ["a", "b", "c"])
     assert scalars["distill/share/a"] == 0.75 and scalars["distill/kl/b"] == 0.5 and scalars["distill/share/c"] == 0.0
     assert "distill/kl/c" not in scalars and scalars["distill/entropy/a"] == 1.0
+
+
+def measured_slopes(lesson: Lesson, form: str, advantages_N: Tensor, ages_N: Tensor) -> tuple[Tensor, Tensor]:
+    """The statistic ``slope`` [6], and the sum of the absolute gradient by each token's logits, from autograd. PPO; ``ages_N`` is
+    log π − log μ."""
+    logits_NV, targets_N = torch.randn(6, 8, generator=torch.Generator().manual_seed(0)), torch.arange(6)
+    logp_N = chosen_logprobs(logits_NV, torch.eye(8), targets_N)[0]
+    behaviour_BT = (logp_N - ages_N)[None]
+    streams = {"weights_BT": torch.full((1, 6), 1 / 6), "behaviour_BT": behaviour_BT}
+    streams |= {"advantages_BT": advantages_N[None], "samples_BT": torch.tensor([[0, 0, 0, 1, 1, 1]])}
+    policy = PolicyObjective(LossConfig(policy="ppo", clip_high=0.2), 1.0, streams, behaviour_BT)
+    objective = DistillObjective(config(form, outcome_weight=1.0), (lesson,), policy, has_policy=True)
+    leaf_NV = logits_NV.clone().requires_grad_()
+    measured = objective(leaf_NV, torch.eye(8), targets_N)
+    measured.loss.backward()
+    assert leaf_NV.grad is not None
+    return measured.streams_N["slope"], leaf_NV.grad.abs().sum(-1)
+
+
+def test_the_share_of_the_gradient_counts_what_the_policy_loss_trains() -> None:
+    """Rewards of tokens without a teacher count; tokens that PPO clips do not."""
+    rng = torch.Generator().manual_seed(1)
+    teacher = Teacher(torch.randn(3, 4, generator=rng), torch.randn(8, 4, generator=rng))
+    rewards_N = torch.tensor([0.0, 0.0, 0.0, 2.0, -2.0, 2.0])
+    slope_N, gradient_N = measured_slopes(Lesson(torch.arange(3), teacher), "full", rewards_N, torch.zeros(6))
+    assert torch.allclose(slope_N, gradient_N, rtol=1e-5) and (gradient_N > 0).all()
+    streams, sources_N = {"slope": slope_N.numpy()}, np.array(["taught"] * 3 + ["untaught"] * 3)
+    scalars = source_scalars({**streams, "kl": slope_N.numpy()}, sources_N, ["taught"])
+    share = gradient_N[3:].sum().item() / gradient_N.sum().item()
+    assert scalars["distill/share/untaught"] == pytest.approx(share, rel=1e-5) and "distill/kl/untaught" not in scalars
+    ages_N = torch.tensor([0.0, 0.1, -0.1, 1.0, 1.0, 1.0])
+    slope_N, gradient_N = measured_slopes(Lesson(torch.arange(6), torch.full((6,), 4.0)), "sampled", rewards_N, ages_N)
+    assert torch.allclose(slope_N, gradient_N, rtol=1e-5)
+    assert (slope_N[:3] > 0).all() and not slope_N[3:].any(), "their ratio is above the bound, their advantage positive"
