@@ -268,7 +268,7 @@ def source_weights(
     known = {source: progress[source] for source in factors if source in progress}
     if balance == "gap":
         for source, past in known.items():
-            factors[source] *= max(past.kl / max(past.first_kl, _TINY), _MIN_GAP)
+            factors[source] *= min(max(past.kl / max(past.first_kl, _TINY), _MIN_GAP), 1.0)
     elif balance == "sigma" and known:  # the others, such as untaught sources, keep their shares
         smallest = max(1e-3 * max(past.sigma for past in known.values()), _TINY)
         scaled = {source: factors[source] / max(past.sigma, smallest) for source, past in known.items()}

@@ -351,7 +351,7 @@ class DistillConfig(Config):
     balance: Literal["sequence", "tokens", "gap", "sigma", "none"] = "sequence"
     """Weight of each source. ``none``: every token counts the same, so that long answers dominate the gradient. The other values
     give each source the share of its ``weight``, by the means over its sequences or (``tokens``) over its tokens; ``gap``
-    also multiplies by its last KL over its first, ``sigma`` divides the taught sources' part among them by the standard deviation of
+    also multiplies by its last KL over its first, at most by 1; ``sigma`` divides the taught sources' part among them by the standard deviation of
     their log q − log π."""
     entropy_aware: float | None = Field(default=None, ge=0)
     """Entropy of the teacher, in nats, above which the forward KL is added (2603.07079), because the reverse KL alone selects

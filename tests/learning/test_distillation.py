@@ -227,3 +227,10 @@ def test_the_share_of_the_gradient_counts_what_the_policy_loss_trains() -> None:
     slope_N, gradient_N = measured_slopes(Lesson(torch.arange(6), torch.full((6,), 4.0)), "sampled", rewards_N, ages_N)
     assert torch.allclose(slope_N, gradient_N, rtol=1e-5)
     assert (slope_N[:3] > 0).all() and not slope_N[3:].any(), "their ratio is above the bound, their advantage positive"
+
+
+def test_gap_never_raises_the_weight_of_a_source() -> None:
+    """A source whose teacher agreed with the student at first, and that has drifted since."""
+    known = {"a": Progress(1e-5, 1e-2, 0.5), "b": Progress(0.5, 0.5, 0.5)}
+    weights = source_weights(["a", "b"], [10, 10], "gap", {"a": 1.0, "b": 1.0}, known)
+    assert weights == pytest.approx([0.05, 0.05])
