@@ -363,7 +363,7 @@ def _print_plan(pipeline: Pipeline, steps: Sequence[Step], first: str | None, pr
     """Print each command and its estimated cost. Hours and money need the speed of a stage that has run in this folder."""
     console, network, speed = wide_console(), _network(pipeline), _flops_per_s(pipeline)
     per_token = 0 if network is None else count(network, network.full()).forward_flops(1, 1)
-    known = ["tokens, at most", "FLOPs, about"]
+    known = ["trained tokens, at most", "FLOPs, about"]
     if speed:
         known += ["hours, about", "cost, about"] if price else ["hours, about"]
     columns = (rich.table.Column(each, justify="right", no_wrap=True) for each in known)
@@ -383,6 +383,9 @@ def _print_plan(pipeline: Pipeline, steps: Sequence[Step], first: str | None, pr
     for step in steps:
         say(shlex.join(["stretto", *_arguments(pipeline, step)]))
     console.print(table)
+    sampling = [step.recipe for step in steps if step.stage not in ("sft", "evaluate")]
+    if any(isinstance(each, RlRecipe) and each.loss.drop_uniform for each in sampling):
+        say("not counted: samples of groups that loss.drop_uniform drops")
     if speed is None:
         say("hours and cost: known once a stage has run in this folder")
 

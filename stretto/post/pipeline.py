@@ -1,6 +1,6 @@
 """Recipe of a whole post-training: stages in order, and the complete recipe of each. Imports no torch.
 
-The stages are SFT, one expert per domain, distillation of all experts into one student, online RL, control runs with as many samples, and
+The stages are SFT, one expert per domain, distillation of all experts into one student, online RL, control runs trained on as many samples, and
 an evaluation of all results. Every stage is one command. Its recipe is the stage's table merged over ``[common]``, which all RL stages
 share, with the sources of the domains. All recipes are complete before the first stage starts.
 """
@@ -61,9 +61,10 @@ class ControlsConfig(Config):
     """Control runs: changes of an `RlRecipe` to ``[common]``; None: left out."""
 
     mixed: Table | None = None
-    """One RL run on all domains. Without ``train.steps`` it draws as many samples as experts and distillation together."""
+    """One RL run on all domains. Without ``train.steps`` it trains on as many samples as experts and distillation together. Samples of
+    groups that ``loss.drop_uniform`` drops are not counted."""
     cascade: Table | None = None
-    """RL on one domain after the other, each with as many samples as its expert."""
+    """RL on one domain after the other, each trained on as many samples as its expert."""
 
 
 class EvaluateConfig(Config):
@@ -142,8 +143,8 @@ class Step:
 
     @property
     def num_samples(self) -> int:
-        """Number of samples that the step generates."""
-        assert isinstance(self.recipe, RlRecipe), f"{self.name} generates no samples"
+        """Number of samples that the step trains on. Samples of dropped groups are generated beside them."""
+        assert isinstance(self.recipe, RlRecipe), f"{self.name} trains on no samples"
         return self.recipe.train.steps * self.recipe.train.prompts * self.recipe.rollout.group
 
     @property

@@ -71,7 +71,10 @@ def test_a_plan_is_printed_and_nothing_is_done(
     assert shown.code == 0 and not (tmp_path / "out").exists()
     commands = [line.split()[:2] for line in shown.out.splitlines() if line.startswith("stretto ")]
     assert commands == [["stretto", name] for name in ("sft", "rl", "rl", "distill")]
-    assert "known once a stage has run" in shown.out
+    assert "known once a stage has run" in shown.out and "not counted" not in shown.out
+    dropping = changed(pipeline, experts={"recipe": {"loss": {"drop_uniform": True}}})
+    told = stretto("run", dropping, "-o", tmp_path / "out", "--dry-run").out
+    assert "not counted: samples of groups that loss.drop_uniform drops" in told
     named = stretto("run", "pipeline", "-o", tmp_path / "out", "--dry-run").out
     assert "2,457,600" in named and "…" not in named, "no number is cut off at 80 columns"
 
