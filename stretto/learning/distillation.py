@@ -183,7 +183,8 @@ def taught_loss(
 def _slope(loss: Tensor, logp_N: Tensor) -> Tensor:
     """Sum [N] of the absolute gradient by each token's logits of a loss of the targets' log-probabilities ``logp_N``."""
     (grad_N,) = torch.autograd.grad(loss, logp_N, retain_graph=True)
-    return 2 * (grad_N * torch.expm1(logp_N.detach())).abs()  # the gradient of log π(y) is 1 − π(y) at y, and −π elsewhere
+    # the gradient of log π(y) is 1 − π(y) at y, and −π elsewhere
+    return 2 * (grad_N * torch.expm1(logp_N.detach())).abs()
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -411,7 +411,12 @@ def teachers(data: RlData) -> Picture:
         f"KL to their teachers, by source, in nats per token: {'; '.join(parts)}.",
         "KL of the student to its teachers and each source's share of the gradient, over steps.",
         [
-            Panel("KL to the teacher", _each(data, "distill/kl/"), notes=["nats per token", "form sampled: ½ mean (log q − log π)²"], log=True),
+            Panel(
+                "KL to the teacher",
+                _each(data, "distill/kl/"),
+                notes=["nats per token", "form sampled: ½ mean (log q − log π)²"],
+                log=True,
+            ),
             Panel("Share of the gradient", _each(data, "distill/share/"), percent),
         ],
     )
@@ -462,7 +467,7 @@ def health(data: RlData) -> Picture:
     caption = f"Entropy went from {short(entropy[0])} to {short(entropy[-1])} nats per token."
     if data.has("routes/flips"):
         flips = percent(data.mean("routes/flips"))
-        caption += f" The trainer's router would have chosen {flips} of the experts differently than the engine."
+        caption += f" For {flips} of the pairs of token and MoE layer, the trainer's router would have chosen at least one other expert."
     surprise = [Line("policy/entropy", "entropy"), Line("policy/nll", "NLL")]
     flipped, load = [Line("routes/flips", "flipped")], [Line("experts/max_overload", "load")]
     return Picture(
@@ -471,7 +476,7 @@ def health(data: RlData) -> Picture:
         [
             Panel("Entropy", surprise, notes=["nats per token", "NLL: of the sampled tokens"]),
             Panel("Gradient norm", [Line("optim/grad_norm", "norm")], notes=["before clipping"]),
-            Panel("Route flips", flipped, percent, ["choices that differ from the engine's"], top=0.01),
+            Panel("Route flips", flipped, percent, ["share of the pairs of token and MoE layer"], top=0.01),
             Panel("Busiest expert", load, lambda value: f"{short(value)}×", ["load / mean load"], zero=False),
         ],
     )

@@ -18,6 +18,7 @@ from stretto.report.rl import (
     RlData,
     endings,
     headline,
+    health,
     is_rl_run,
     mismatch,
     panels,
@@ -116,6 +117,7 @@ def test_the_numbers_are_those_of_the_rows() -> None:
     assert table["roles restarted"].value == 1, "a sum over the run, not the last step's"
     assert "mean 0, largest 0; over tokens of older weights, mean 1e−4" in mismatch(DATA).caption
     assert "96 trained and 24 dropped" in endings(DATA).caption
+    assert "For 1.0 % of the pairs of token and MoE layer" in health(DATA).caption
 
 
 def test_a_run_without_steps_shows_its_summary_alone() -> None:
