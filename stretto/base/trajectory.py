@@ -208,4 +208,4 @@ class GroupRef:
     """Oldest weight version among the sampled tokens; staleness counts from it."""
     mean_reward: float
     is_uniform: bool
-    """Whether all rewards are equal, also those of steps, so that advantages within the group are zero."""
+    """Whether all rewards of the verifier are equal, also those of steps: without a penalty for overlong answers, all advantages are 0."""

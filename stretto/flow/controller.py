@@ -117,7 +117,8 @@ class Controller:
         self.limits = limits
         self.max_staleness = 0  # largest among all groups trained
         self.discarded: Counter[str] = Counter()
-        """Sampled tokens that were not trained on, by the ending of their group or ``late``."""
+        """Tokens of stored groups that were not trained on, by the ending of the group. ``late``: those that were stored after the lease;
+        the next attempt at the group may have trained a copy of the same tokens."""
         self.last_failed = ""
         """The last group that ended as failed, with the reason."""
         self._task_of, self._clock, self.ledger, self.state = task_of, clock, ledger, ledger.state

@@ -196,7 +196,7 @@ def give_credit(
     """Credit by the samples' numbers: advantages by the algorithm ``advantage`` (`load_algorithm`), and weights by ``normaliser``
     (`token_weights`) unless the algorithm gives its own.
 
-    ``overlong_filter``: no token of a truncated sample is trained; its reward still counts in its group (DAPO, 2503.14476).
+    ``overlong_filter``: no token of a sample that reached the limit of tokens is trained; its reward still counts in its group (DAPO, 2503.14476).
     ``may_weigh``: whether the algorithm may give weights.
     Raises UserError: a user's algorithm raised, or returned values that cannot be trained on."""
     algorithm = load_algorithm(advantage)

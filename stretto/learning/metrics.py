@@ -109,7 +109,7 @@ def samples(groups: Sequence[Group]) -> dict[str, Any]:
         "samples/tokens_mean": lengths.mean(),
         "samples/tokens_p95": np.quantile(lengths, 0.95),
         "samples/tokens_max": lengths.max(),
-        "samples/truncated": np.mean([each.finish_reason == "length" for each in flat]),
+        "samples/truncated": np.mean([each.finish_reason in ("length", "turns") for each in flat]),
         "samples/turns_mean": np.mean([each.num_turns for each in flat]),
         "samples/partial_groups": np.mean([len(group.trajectories) < group.task.group for group in groups]),
         "samples/attempts_mean": np.mean([each.attempt for each in flat]),

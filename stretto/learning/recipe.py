@@ -262,9 +262,9 @@ class LossConfig(Config):
     overlong_share: float = Field(default=0.0, ge=0, lt=1)
     """Last share of ``rollout.max_tokens`` in which answers lose up to 1 of their reward (DAPO)."""
     overlong_filter: bool = False
-    """Do not train on truncated answers; their reward still counts in the group's mean (DAPO)."""
+    """Do not train on answers that reached the limit of tokens; their reward still counts in the group's mean (DAPO)."""
     drop_uniform: bool = True
-    """Drop groups whose rewards are all equal, which have no gradient, and sample others (DAPO)."""
+    """Drop groups whose rewards are all equal before the penalty of ``overlong_share``, and sample others (DAPO)."""
 
     @model_validator(mode="before")
     @classmethod

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -11,7 +13,7 @@ from stretto.base.trajectory import Group
 from stretto.data.pack import IGNORED
 from stretto.learning.algorithms import give_credit, unroll
 from stretto.learning.batch import at_targets, pack
-from stretto.learning.metrics import mismatch
+from stretto.learning.metrics import mismatch, samples
 from stretto.learning.objective import (
     PolicyObjective,
     cispo,
@@ -262,3 +264,10 @@ def test_a_preset_is_its_papers_formula(preset: str) -> None:
     gradients = [torch.autograd.grad(loss, logits_BTV, retain_graph=True)[0] for loss in (ours, theirs)]
     assert ours.item() == pytest.approx(theirs.item(), rel=1e-5, abs=1e-6)
     assert gradients[1].norm() > 1e-3 and (gradients[0] - gradients[1]).norm() <= 1e-5 * gradients[1].norm()
+
+
+def test_samples_that_ended_at_the_limit_of_tokens_or_turns_are_truncated() -> None:
+    made = group(np.random.default_rng(0), [0.0, 1.0, 0.0, 1.0])
+    reasons = ("stop", "length", "turns", "tool")
+    ended = tuple(replace(each, finish_reason=why) for each, why in zip(made.trajectories, reasons, strict=True))
+    assert samples([replace(made, trajectories=ended)])["samples/truncated"] == 0.5
