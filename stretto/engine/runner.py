@@ -77,7 +77,10 @@ def pages_within(model: Transformer, config: EngineConfig, max_len: int, routes:
             budget = max(budget, num_needed * page_bytes)
     num_pages = min(budget // page_bytes, 2 * config.max_batch * num_needed)
     if num_pages < 1:
-        raise UserError(f"cache memory: {budget} bytes hold no page of {page_bytes} bytes; give the cache more")
+        raise UserError(
+            f"cache memory: {budget} bytes hold no page of {page_bytes} bytes; give the cache more "
+            "(--cache-memory of a server, rollout.cache_bytes of a recipe)"
+        )
     if config.max_len is not None and num_pages < num_needed:
         raise UserError(
             f"max_len: a cache of {budget} bytes holds {num_pages * config.page_size} positions, not {max_len}; "

@@ -41,7 +41,8 @@ def group_rewards(config: RewardConfig, prompt: str, reference: str, answers: Se
     """The verdicts of a group with rewards by ``config``.
 
     reward = quality × length × diversity. Factors apply to positive rewards only. An answer that a guard refuses gets the
-    outcome WRONG and no positive reward. For a single answer only the guards apply.
+    outcome WRONG and no positive reward. For a single answer the guards, ``enough_words`` and a ``length_budget`` below 1
+    apply.
 
     Args:
         prompt: text of the problem's messages.

@@ -76,7 +76,8 @@ class Credit:
     advantages: float | NDArray[np.floating]
     """One advantage for all sampled tokens, or [S]."""
     mask_S: NDArray[np.bool_] | None = None
-    """Sampled tokens to train, by reward and by a teacher; the others count in no normaliser. None: all."""
+    """Sampled tokens to train, by reward and by a teacher; the others count in no normaliser but ``constant``, which
+    divides by the number of all samples. None: all."""
     weights_S: NDArray[np.floating] | None = None
     """Shares of the update's loss in place of the recipe's normaliser; for all samples or for none. Not beside distillation,
     which balances the sources."""

@@ -290,5 +290,7 @@ def test_the_cache_of_a_run_must_hold_the_longest_sample(tmp_path: Path) -> None
     assert open_run_engine(recipe(rollout__cache_bytes=num_bytes, rollout__max_turns=2), start, "cpu").max_len == 48
     with pytest.raises(UserError, match=r"rollout\.cache_bytes"):
         open_run_engine(recipe(rollout__cache_bytes=num_bytes - 1, rollout__max_turns=2), start, "cpu")
+    with pytest.raises(UserError, match=r"^cache memory: 100 bytes hold no page .* rollout\.cache_bytes of a recipe"):
+        open_run_engine(recipe(rollout__cache_bytes=100), start, "cpu")
     # without further turns, train.seq_len may be the length of packed rows alone
     assert open_run_engine(recipe(rollout__cache_bytes=4000, rollout__max_tokens=8), start, "cpu").max_len == 16
