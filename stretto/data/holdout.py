@@ -8,9 +8,9 @@ of a line or word, and the text behind the cut is held out.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from itertools import pairwise
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import islice, pairwise
 from typing import Literal
 
 from stretto.base import numbers
@@ -30,30 +30,39 @@ MAX_SAMPLED_DOCUMENTS = 1000
 MIN_HASHED_DOCUMENTS = 20
 _HASHES = 2**64
 _MAX_HASHES = 1 << 20
-"""Number of held-out documents with which training documents are compared: limits memory to about 100 MB."""
+"""Number of documents whose hashes are kept for a comparison: limits memory to about 100 MB."""
 
 By = Literal["documents", "position"]
 
 
 @dataclass(frozen=True, slots=True)
 class Holdout:
-    """Division of a source. Written by `choose_holdout`."""
+    """Division of a source. Written by `choose_holdout` and, for several sources, `agreed`."""
 
     by: By
     fraction: float
     """By documents: those whose hash lies below this share of the hash range. By position: this share of the characters of
     each document.
     """
+    shared: Mapping[int, Holdout] = field(default_factory=dict)
+    """Rules of documents, by `text_hash`, that replace this one."""
 
     def divide(self, document: Document) -> Iterator[tuple[str, Document]]:
         """``document``, or its two parts, each with its split: ``train`` or ``val``."""
+        hashed = text_hash(document.text.encode())
+        if hashed in self.shared:
+            yield from self.shared[hashed].divide(document)
+            return
         if self.by == "documents":
-            is_held = text_hash(document.text.encode()) < self.fraction * _HASHES
-            yield "val" if is_held else "train", document
+            yield "val" if hashed < self.fraction * _HASHES else "train", document
             return
         for split, text in zip(("train", "val"), split_text(document.text, self.fraction), strict=True):
             if text:
                 yield split, Document(text, document.domain)
+
+    def holds(self, document: Document) -> bool:
+        """Whether ``document`` or a part of it is held out."""
+        return any(split == "val" for split, _ in self.divide(document))
 
     def __str__(self) -> str:
         if self.by == "documents":
@@ -64,6 +73,11 @@ class Holdout:
 def text_hash(text: bytes) -> int:
     """64-bit hash that decides the split of a document."""
     return int.from_bytes(hashlib.blake2b(text, digest_size=16).digest()[:8], "little")
+
+
+def hashes_of(documents: Iterable[Document]) -> set[int]:
+    """Hashes of at most `_MAX_HASHES` documents."""
+    return {text_hash(document.text.encode()) for document in islice(documents, _MAX_HASHES)}
 
 
 def choose_holdout(documents: Iterable[Document], fraction: float | None, by_position: bool = True) -> Holdout:
@@ -95,6 +109,26 @@ def choose_holdout(documents: Iterable[Document], fraction: float | None, by_pos
     if not by_position:
         raise UserError("too few conversations to hold any out; give more, or name held-out ones with --val")
     return Holdout("position", fraction)
+
+
+def agreed(
+    holdouts: Sequence[Holdout], sources: Sequence[Callable[[], Iterable[Document]]], fraction: float | None
+) -> list[Holdout]:
+    """``holdouts`` of several sources, changed so that a document of two sources is divided in the same way in both.
+
+    Sources with much text have one rule already. A document of a source with little text has that source's rule in all sources; of several
+    such rules, the one that holds out most.
+
+    Args:
+        sources: each reads the documents that the holdout was chosen for.
+        fraction: as for `choose_holdout`.
+    """
+    usual = Holdout("documents", fraction or VAL_FRACTION)
+    shared: dict[int, Holdout] = {}
+    own = [pair for pair in zip(holdouts, sources, strict=True) if pair[0] != usual]
+    for holdout, read in sorted(own, key=lambda pair: (pair[0].by == "documents", -pair[0].fraction)):
+        shared = dict.fromkeys(hashes_of(read()), holdout) | shared
+    return [replace(holdout, shared=shared) for holdout in holdouts]
 
 
 def split_text(text: str, fraction: float) -> tuple[str, str]:

@@ -7,17 +7,20 @@ import math
 import re
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from stretto.base import numbers
 from stretto.base.errors import UserError
 from stretto.base.paths import claimed, read_json, remove, write_json
 from stretto.base.track import progress, say
 from stretto.data.conversations import ConversationForm
-from stretto.data.holdout import VAL_FRACTION, Holdout, choose_holdout, without_held_out
+from stretto.data.holdout import VAL_FRACTION, Holdout, agreed, choose_holdout, hashes_of, without_held_out
 from stretto.data.loader import Mixture, Part
 from stretto.data.shards import (
     MANIFEST,
@@ -25,6 +28,7 @@ from stretto.data.shards import (
     Encoder,
     Manifest,
     MarkingEncoder,
+    TokenSet,
     forget_shards,
     is_slight,
     read_manifest,
@@ -124,19 +128,25 @@ def prepare_data(
         _forget_other_tokens(run / "data" / name, fingerprint, sources)
     val_hashes: set[int] = set()
     val = _prepare_val(run, tokenizer, text, [*raw.values()], val_hashes) if text.val is not None else None
+    is_val_elsewhere = val is not None or not text.holds_out
+    divisions = {number: Division(None, val_hashes) for number in raw}
+    if not is_val_elsewhere:
+        divisions = dict(zip(raw, _divide([*raw.values()], text), strict=True))
     parts: list[Part] = []
     for number, (source, weight) in enumerate(weighted):
         folder = Path(source)
         if number in raw:
             folder = run / "data" / f"{number:02d}"
-            _tokenise_source(raw[number], folder, tokenizer, text, val_hashes if val or not text.holds_out else None)
+            _tokenise_source(raw[number], folder, tokenizer, text, divisions[number], is_val_elsewhere)
         else:
-            say(f"{source}: token data: {_summary(read_manifest(folder), val is not None or not text.holds_out)}")
+            say(f"{source}: token data: {_summary(read_manifest(folder), is_val_elsewhere)}")
         parts.append(Part(name=f"{number:02d}-{Path(source).name}", path=folder.resolve(), weight=weight))
     mixture = Mixture(parts=tuple(parts), val=val)
     mixture.open()
     if text.holds_out:
         mixture.open("val")
+        if tokenised and len(sources) > 1:
+            _tell_shared(mixture)
     manifests = [read_manifest(folder) for folder in (*(part.path for part in parts), *((val,) if val else ()))]
     largest = max(manifest.settings.vocab_size for manifest in manifests)
     if largest > vocab_size:
@@ -211,7 +221,8 @@ def tokenise_data(
         if tokenizer is None:
             _forget_unfinished(source, out, vocab_size)
             tokenizer = _own_tokenizer(out / TOKENIZER, [source], [1.0], vocab_size)
-        return _tokenise_source(source, out, tokenizer, text)
+        division = Division(None) if text.val is not None else _divide([source], text)[0]
+        return _tokenise_source(source, out, tokenizer, text, division)
 
 
 def _forget_unfinished(source: Source, out: Path, vocab_size: int) -> None:
@@ -321,31 +332,78 @@ def _prepare_val(run: Path, tokenizer: Path, text: TextOptions, trained: Sequenc
     return folder.resolve()
 
 
-def _tokenise_source(
-    source: Source, out: Path, tokenizer: Path, text: TextOptions, val_hashes: set[int] | None = None
-) -> Manifest:
-    """Tokenise ``source`` into ``out`` and print one line about the result.
+@dataclass(frozen=True, slots=True)
+class Division:
+    """Which documents of a source are held out. Written by `_divide`."""
 
-    ``val_hashes``: hashes of the documents in another folder of held-out text, empty if nothing is held out; None: held-out text goes
-    into ``out``.
+    holdout: Holdout | None
+    """Division of its training documents; None: they are not divided."""
+    elsewhere: set[int] = field(default_factory=set)
+    """Hashes of documents that are held out in another source or with ``--val``: they are not trained on."""
+
+
+def _divide(sources: Sequence[Source], text: TextOptions) -> list[Division]:
+    """The division of each source. No source trains on a document that another one holds out."""
+    with_val = [source for source in sources if "val" in source.splits]
+    if with_val and text.val_fraction is not None:
+        raise UserError(f"--val-fraction: {with_val[0].name} already has held-out text; remove the option")
+    readers = [partial(source.read, "train") for source in sources if source not in with_val]
+    holdouts = [choose_holdout(read(), text.val_fraction, by_position=not text.is_chat) for read in readers]
+    if len(sources) == 1:
+        return [Division(holdouts[0] if holdouts else None)]
+    holdouts = agreed(holdouts, readers, text.val_fraction)
+    given = hashes_of(chain.from_iterable(source.read("val") for source in with_val))
+    chosen: set[int] = set()
+    if with_val:  # their documents are not divided: compare them with what is held out of the other sources
+        pairs = zip(holdouts, readers, strict=True)
+        chosen = hashes_of(document for holdout, read in pairs for document in read() if holdout.holds(document))
+    left = iter(holdouts)
+    return [Division(None, given | chosen) if each in with_val else Division(next(left), given) for each in sources]
+
+
+def _tell_shared(mixture: Mixture) -> None:
+    """Print how many held-out documents are also in the training tokens of each part. Token data is used unchanged, so they cannot be left
+    out.
     """
-    left_out, holdout = source.left_out.copy(), None
+
+    def key(data: TokenSet, number: int) -> bytes:
+        return hashlib.blake2b(data.document(number).astype("<u4").tobytes(), digest_size=16).digest()
+
+    opened = mixture.open("val")
+    held_out = {key(data, number) for data in opened for number in range(data.num_documents)}
+    lengths = np.concatenate([data.lengths(np.arange(data.num_documents)) for data in opened])
+    shared: dict[Path, set[bytes]] = {part.path: set() for part in mixture.parts}
+    with progress("compare held-out documents", unit="documents") as advance:
+        for part, data in zip(mixture.parts, mixture.open(), strict=True):
+            candidates = np.flatnonzero(np.isin(data.lengths(np.arange(data.num_documents)), lengths))
+            for number in candidates.tolist():
+                shared[part.path] |= held_out & {key(data, number)}
+                advance(1)
+    for path, found in shared.items():
+        if found:
+            say(
+                f"{path}: {len(found):,} of {numbers.counted(len(held_out), 'held-out document')} are also training text here; "
+                "name text in place of token data to leave them out"
+            )
+
+
+def _tokenise_source(
+    source: Source, out: Path, tokenizer: Path, text: TextOptions, division: Division, is_val_elsewhere: bool = False
+) -> Manifest:
+    """Tokenise ``source`` into ``out`` and print one line about the result. ``is_val_elsewhere``: no held-out text goes into ``out``."""
+    left_out, holdout = source.left_out.copy(), division.holdout
     sources: dict[str, Iterable[Document]] = {"train": source.read("train", left_out)}
-    if val_hashes is None and text.val is not None:
+    if not is_val_elsewhere and text.val is not None:
         val = _val_source(text, [source])
         sources["val"] = chain.from_iterable(val.read(split, left_out) for split in val.splits)
-    elif val_hashes is None and "val" in source.splits:
-        if text.val_fraction is not None:
-            raise UserError(f"--val-fraction: {source.name} already has held-out text; remove the option")
+    elif not is_val_elsewhere and "val" in source.splits:
         sources["val"] = source.read("val", left_out)
-    elif val_hashes is None:
-        holdout = choose_holdout(source.read("train"), text.val_fraction, by_position=not text.is_chat)
     if "val" in source.splits and "val" not in sources:
         left_out.add("of a val split" + (", as --val names one" if text.val is not None else ""), source.name)
-    sources = without_held_out(sources, left_out, val_hashes)
+    sources = without_held_out(sources, left_out, division.elsewhere)
     manifest = _encode(sources, out, load_tokenizer(tokenizer), holdout, text, source.name)
     files = f"{numbers.counted(len(source.files['train']), 'file')}, " if "train" in source.files else ""
-    summary = _summary(manifest, val_hashes is not None) + (f": {holdout}" if holdout else "")
+    summary = _summary(manifest, is_val_elsewhere) + (f": {holdout}" if holdout else "")
     say(f"{source.name}: {files}{summary}" + (f"; left out {left_out}" if len(left_out) else ""))
     return manifest
 

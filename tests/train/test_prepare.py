@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import random
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 import transformers
 
 from stretto.base.errors import UserError
+from stretto.data import holdout
+from stretto.data.loader import Mixture
 from stretto.data.shards import MANIFEST, TokenSet, read_manifest
 from stretto.text.tokenizer import load_tokenizer, train_tokenizer
 from stretto.train.prepare import TextOptions, prepare_data, tokenise_data
@@ -158,3 +161,75 @@ def test_a_plain_prompt_of_a_conversation_begins_as_a_document(tmp_path: Path) -
     assert documents(mixture.parts[0].path)[0] == expected
     data = TokenSet(mixture.parts[0].path)
     assert not data.learnt(0)[: len(own.encode("What is 0?")) + 1].any()  # type: ignore[index]
+
+
+def records(path: Path, texts: Iterable[str]) -> str:
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("".join(f"{json.dumps({'text': text})}\n" for text in texts))
+    return str(path)
+
+
+def held_and_trained(mixture: Mixture) -> tuple[set[tuple[int, ...]], set[tuple[int, ...]]]:
+    """The held-out and the training documents of all parts, without the end-of-text token."""
+    held, trained = (
+        {tuple(data.document(number)[:-1]) for data in mixture.open(split) for number in range(data.num_documents)}
+        for split in ("val", "train")
+    )
+    return held, trained
+
+
+def test_what_one_source_holds_out_no_source_trains_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A crawl and a selection of it. The crawl is large enough for the usual rule; the selection holds out a larger share."""
+    tokenise_data([text(tmp_path / "a.txt", 50, 200)], tmp_path / "tokens", None, 300)
+    monkeypatch.setattr(holdout, "VAL_BYTES", 1000)
+    lines = [f"{number} {'word ' * 25}" for number in range(1000)]
+    data = [records(tmp_path / "web.jsonl", lines), records(tmp_path / "good.jsonl", lines[:100])]
+    mixture, _, _ = prepare_data(tmp_path / "run", data, tmp_path / "tokens" / "tokenizer", 400)
+    held, trained = held_and_trained(mixture)
+    assert not held & trained and len(held | trained) == 1000
+    web, good = mixture.open("val")
+    assert good.num_documents >= 7 and web.num_documents < 40, "the rule for little text holds for the selection only"
+    assert "left out" not in capsys.readouterr().out, "the weights are those of whole sources"
+
+
+def test_a_document_that_is_cut_is_cut_in_every_source(tmp_path: Path) -> None:
+    """A few texts are cut, and many are held out whole; one text is in both."""
+    lines = [f"{number} " + "some more words " * 20 for number in range(60)]
+    data = [records(tmp_path / "few.jsonl", lines[:5]), records(tmp_path / "many.jsonl", lines)]
+    mixture, _, _ = prepare_data(tmp_path / "run", data, None, 300)
+    held, trained = held_and_trained(mixture)
+    few, many = ([data.document(n)[:-1].tobytes() for n in range(data.num_documents)] for data in mixture.open())
+    assert len(few) == 5 and set(few) <= set(many) and not held & trained
+    tails = [data.document(n)[:-1].tobytes() for data in mixture.open("val")[:1] for n in range(data.num_documents)]
+    assert len(tails) == 5, "each of the few texts is cut"
+
+
+def test_a_source_with_a_val_split_and_one_without_share_no_held_out_text(tmp_path: Path) -> None:
+    lines = [f"{number} " + "some more words " * 20 for number in range(60)]
+    records(tmp_path / "split" / "train.jsonl", lines[:40])
+    records(tmp_path / "split" / "val.jsonl", lines[40:45])
+    data = [str(tmp_path / "split"), records(tmp_path / "all.jsonl", lines)]
+    mixture, _, _ = prepare_data(tmp_path / "run", data, None, 300)
+    held, trained = held_and_trained(mixture)
+    assert not held & trained and len(held) > 5 and len(held | trained) == 60
+
+
+@pytest.mark.parametrize("has_val", [True, False])
+def test_token_data_that_contains_held_out_documents_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], has_val: bool
+) -> None:
+    lines = [f"{number} " + "some more words " * 20 for number in range(60)]
+    tokenise_data([records(tmp_path / "all.jsonl", lines)], tmp_path / "tokens", None, 300)
+    val = records(tmp_path / "split" / "val.jsonl", lines[:20])
+    records(tmp_path / "split" / "train.jsonl", ["other text"])
+    options = TextOptions(val=val) if has_val else TextOptions()
+    others = [] if has_val else [str(tmp_path / "split")]
+    mixture, _, _ = prepare_data(tmp_path / "run", [str(tmp_path / "tokens"), *others], None, 300, options)
+    held, trained = held_and_trained(mixture)
+    num = len(held & trained)
+    out = capsys.readouterr().out
+    assert num and f"{num} of {len(held)} held-out documents are also training text here" in out, out
+    prepare_data(tmp_path / "alone", [str(tmp_path / "tokens")], None, 300)
+    assert "training text here" not in capsys.readouterr().out
