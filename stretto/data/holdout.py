@@ -81,7 +81,7 @@ def hashes_of(documents: Iterable[Document]) -> set[int]:
 
 
 def choose_holdout(documents: Iterable[Document], fraction: float | None, by_position: bool = True) -> Holdout:
-    """Choose the held-out text from at most `MAX_SAMPLED_DOCUMENTS` of ``documents``.
+    """Choose the held-out text. Reads `MAX_SAMPLED_DOCUMENTS` of ``documents``, and more until a share of `VAL_FRACTION` is `VAL_BYTES`.
 
     Args:
         fraction: share requested by the user; None: `VAL_FRACTION`, more for small sources.
@@ -96,7 +96,8 @@ def choose_holdout(documents: Iterable[Document], fraction: float | None, by_pos
         text = document.text.encode()
         total += len(text)
         sizes[text_hash(text)] = sizes.get(text_hash(text), 0) + len(text)
-        if len(sizes) == MAX_SAMPLED_DOCUMENTS:
+        is_enough = fraction is not None or VAL_FRACTION * total >= VAL_BYTES
+        if len(sizes) >= MAX_SAMPLED_DOCUMENTS and is_enough:
             return Holdout("documents", fraction or VAL_FRACTION)
     fraction = fraction or min(max(VAL_FRACTION, VAL_BYTES / max(1, total)), MAX_VAL_FRACTION)
     num_held, hashes = 0, sorted(sizes)

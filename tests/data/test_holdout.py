@@ -24,11 +24,17 @@ def test_of_many_documents_a_hundredth_is_held_out_and_no_more_of_them_are_read(
 
     def endless() -> Iterator[Document]:
         for document in texts(10**9):
-            read.append(document)
-            yield document
+            read.append(Document(document.text.ljust(11_000)))  # a hundredth of a thousand is more than VAL_BYTES
+            yield read[-1]
 
     assert choose_holdout(endless(), None) == Holdout("documents", 0.01)
     assert len(read) == MAX_SAMPLED_DOCUMENTS
+
+
+@pytest.mark.parametrize("num", [999, 1000, 5000])
+def test_of_many_short_documents_a_tenth_is_held_out(num: int) -> None:
+    share = held_share(documents := list(texts(num)), choose_holdout(documents, None))
+    assert share == pytest.approx(min(0.1, VAL_BYTES / sum(len(document.text) for document in documents)), rel=0.1)
 
 
 def test_of_some_documents_whole_ones_are_held_out() -> None:
