@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain, repeat
+from itertools import chain, cycle
 from pathlib import Path
 from typing import Any
 
@@ -292,18 +292,19 @@ def _forget_other_tokens(folder: Path, fingerprint: str, sources: Sequence[str])
 
 
 def _weighted(sources: Sequence[Source], weights: Sequence[float]) -> Iterator[Document]:
-    """Documents of each source in proportion to its weight, repeated if a source is too small: the distribution that training will see."""
-    for source, weight in zip(sources, weights, strict=True):
-        quota = math.ceil(TOKENIZER_CHARS * weight / sum(weights))
+    """Documents of each source in proportion to its weight, repeated if a source is too small: the distribution that training will see.
+    Together at most about `TOKENIZER_CHARS` characters; if all sources have less than their part of these, one of them is read once.
+    """
+    quotas = [math.ceil(TOKENIZER_CHARS * weight / sum(weights)) for weight in weights]
+    samples = [[*source.sample(quota)] for source, quota in zip(sources, quotas, strict=True)]
+    sizes = [sum(len(document.text) for document in sample) for sample in samples]
+    size, full = max(zip(sizes, quotas, strict=True), key=lambda pair: pair[0] / pair[1])  # of the source read once
+    for sample, quota in zip(samples, quotas, strict=True):
         num_chars = 0
-        for _ in repeat(None) if len(sources) > 1 else range(1):
-            before = num_chars
-            for document in source.sample(quota):
-                num_chars += len(document.text)
-                yield document
-                if num_chars >= quota:
-                    break
-            if num_chars >= quota or num_chars == before:
+        for document in cycle(sample):
+            num_chars += len(document.text)
+            yield document
+            if num_chars >= quota * min(size, full) // full:
                 break
 
 

@@ -15,7 +15,9 @@ from stretto.base.errors import UserError
 from stretto.data import holdout
 from stretto.data.loader import Mixture
 from stretto.data.shards import MANIFEST, TokenSet, read_manifest
-from stretto.text.tokenizer import load_tokenizer, train_tokenizer
+from stretto.data.sources import Document
+from stretto.text.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
+from stretto.train import prepare
 from stretto.train.prepare import TextOptions, prepare_data, tokenise_data
 from tests.starts import llama_like
 
@@ -39,6 +41,25 @@ def test_a_tokenizer_of_other_text_is_not_used_again(tmp_path: Path) -> None:
         UserError, match=r"data/tokenizer: trained on other text, or for another size of the vocabulary"
     ):
         tokenise_data([few], tmp_path / "data", None, 700)
+
+
+def test_the_tokenizer_of_small_sources_reads_one_of_them_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others are repeated to have the share of their weight."""
+    learnt: list[str] = []
+
+    def watched(documents: Iterable[Document], vocab_size: int) -> Tokenizer:
+        learnt.extend(document.text for document in documents)
+        return train_tokenizer(iter(learnt), vocab_size)
+
+    monkeypatch.setattr(prepare, "learn_tokenizer", watched)
+    monkeypatch.setattr(prepare, "TOKENIZER_CHARS", 200_000)
+    first = records(tmp_path / "a.jsonl", (f"{number:04} a text of the first" for number in range(100)))
+    second = records(tmp_path / "b.jsonl", (f"{number:04} the other" for number in range(25)))
+    prepare_data(tmp_path / "run", [f"{first}@2", second], None, 300)
+    of_first = [text for text in learnt if text.endswith("first")]
+    assert len(of_first) == len(set(of_first)) == 100
+    num_chars = sum(map(len, learnt)) - sum(map(len, of_first))
+    assert num_chars == pytest.approx(sum(map(len, of_first)) / 2, abs=20)
 
 
 def test_what_is_read_is_not_deleted(tmp_path: Path) -> None:
@@ -88,10 +109,10 @@ def test_a_data_folder_that_one_stands_in_decides_no_tokenizer(tmp_path: Path, m
 def test_held_out_text_is_opened_before_a_tokenizer_is_trained(tmp_path: Path) -> None:
     source, out = text(tmp_path / "a.txt", 50, 200), tmp_path / "out"
     options = TextOptions(val=str(tmp_path / "nope.txt"))
-    for prepare in (prepare_data, tokenise_data):
-        first, second = (out, [source]) if prepare is prepare_data else ([source], out)
+    for function in (prepare_data, tokenise_data):
+        first, second = (out, [source]) if function is prepare_data else ([source], out)
         with pytest.raises(UserError, match=r"nope\.txt: no such file"):
-            prepare(first, second, None, 400, options)  # type: ignore[operator]
+            function(first, second, None, 400, options)  # type: ignore[operator]
         assert not out.exists()
 
 
