@@ -343,7 +343,8 @@ class Training:
             raise KeyboardInterrupt if interrupted else SystemExit(128 + signal.SIGTERM)
 
     def _step(self, plan: Plan) -> StepResult | None:
-        """Train one step; None if the recipe skips it."""
+        """Train one step; None if the recipe skips it, or if its rows have no target. (The last token of a document has none, and documents
+        of ``seq_len`` + 1 tokens leave pieces of one token, which fill rows.)"""
         train, ranks = self.train, self.ranks
         if self.step + 1 in train.skip_steps:
             for _ in plan.passes:
@@ -352,6 +353,9 @@ class Training:
             return None
         set_learning_rate(self.optimizers, learning_rate(self.optim, self.step, train.steps))
         batches = [self._micro_batch(number, *each) for number, each in enumerate(plan.passes)]
+        if not any(batch.num_target_tokens for batch in batches):
+            self.step += 1
+            return None
         try:
             result = optimisation_step(
                 self.model,

@@ -21,7 +21,8 @@ from torch import nn
 from stretto.base.errors import UserError
 from stretto.base.track import Tracker, read_metrics
 from stretto.data.loader import Loader
-from stretto.data.shards import TokenSet
+from stretto.data.shards import TokenSet, tokenise
+from stretto.data.sources import Document
 from stretto.model.elastic import extract
 from stretto.model.parallel import in_memory, join
 from stretto.model.spec import ModelConfig
@@ -33,6 +34,7 @@ from stretto.train.recipe import HealRecipe
 from stretto.train.sampler import Sampler
 from stretto.train.snapshot import Snapshots, read_meta
 from stretto.train.stages import heal
+from tests.train.conftest import Bytes
 
 Same = Callable[[Trained, Trained], None]
 
@@ -372,6 +374,16 @@ def test_a_skipped_step_reads_its_rows_and_trains_on_none(make_run: Any, referen
     )  # what the message of an infinite loss advises: go on from before it, then pass it over
     stopped(train__steps=2)
     assert_same(trained, stopped(resume=True, train__skip_steps=[3]))
+
+
+def test_a_step_without_a_target_is_skipped(run: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Text in pieces of exactly a row: with its end, each document leaves a piece of one token, which has no target."""
+    seq_len = 16
+    tokenise({"train": [Document(f"{number:0{seq_len}}") for number in range(40)]}, Bytes(), tmp_path / "data")
+    settings = {"train__rows": 1, "train__micro_batches": 1, "train__seq_len": seq_len, "train__steps": 43}
+    trained = run(data=TokenSet(tmp_path / "data"), **settings)
+    assert trained.meter.receipt().tokens == 40 * seq_len, "40 rows of targets; three rows of pieces without"
+    assert read_meta(run.folder / "snapshots" / "step-0000043").loader["position"] == 43
 
 
 @pytest.mark.slow
