@@ -2,16 +2,22 @@
 
 The prompt is the generator's question, then the line that asks for the answer format (`stretto.tasks.task`). The default format ``plain``,
 an answer alone, suits small networks; ``tags`` suits chat models.
+
+Some generators' scorers run an answer as Python code. Answers to a few of them are first checked against an alphabet in which no function
+can be called; the others are refused.
 """
 
 from __future__ import annotations
 
-from typing import Any, Literal
+import inspect
+import re
+from collections.abc import Mapping
+from typing import Any, Final, Literal
 
 from pydantic import Field
 
 from stretto.base.config import Config
-from stretto.base.errors import UserError, nearest
+from stretto.base.errors import UserError, nearest, one_line
 from stretto.base.trajectory import Outcome
 from stretto.sandbox.isolate import Sandbox
 from stretto.tasks.task import Answer, AnswerFormat, Problem, Score, TaskSource, find_answer
@@ -20,6 +26,20 @@ _SEED_STRIDE = 1 << 24
 """Distance between seeds. Generators seed item i with seed + i, so neighbouring seeds share all problems but one. Our seeds also lie
 beyond the small seeds with which pre-training corpora were generated."""
 _RIGHT = 1 - 1e-9
+_EVALUATED = re.compile(r"\b(?:eval|exec|parse_expr|sympify)\(answer\b")
+"""The call, in a scorer's source, that runs an answer as Python code."""
+_LIST: Final = r"[0-9A-EQ_\s,'\"\[\].-]*"
+_SUM: Final = r"(?!.*\* *\*)[0-9 +*/().-]{,500}"
+"""Arithmetic without powers, whose values could be too large for the memory."""
+_SAFE: Mapping[str, str] = {
+    "binary_matrix": _LIST,
+    "n_queens": _LIST,
+    "spiral_matrix": _LIST,
+    "string_insertion": _LIST,
+    "countdown": _SUM,
+    "coin_flip": r"[0-9 ,/.+-]*(?:[eE][+-]?[0-9]{1,2})?",  # its scorer computes the power of ten of any exponent
+}
+"""Answers that the scorers of these generators can safely read, as a regular expression. Any other answer is wrong."""
 
 
 class GymArgs(Config):
@@ -53,6 +73,11 @@ class GymSource(TaskSource):
         if args.dataset not in known:
             near = nearest(args.dataset, known)
             raise UserError(f"{where}: dataset: reasoning-gym has no {args.dataset!r}{near}; choose one of its")
+        scorer = inspect.getsource(known[args.dataset][0].score_answer)
+        # A composite passes answers on to the scorers of other generators.
+        if args.dataset == "composite" or (args.dataset not in _SAFE and _EVALUATED.search(scorer)):
+            problem = f"the scorer of {args.dataset!r} may run a model's answer as Python code"
+            raise UserError(f"{where}: dataset: {problem}; choose another generator")
         if reserved := {"seed", "size"} & set(args.config):
             raise UserError(f"{where}: config.{min(reserved)}: is a field beside config; set it there")
         size = {} if args.size is None else {"size": args.size}
@@ -77,8 +102,14 @@ class GymSource(TaskSource):
         parts = {"marked": float(found.is_marked)}
         if not found.text:  # some generators give partial credit for any answer, even an empty one
             return Score.of(False, parts, "no answer")
+        if not re.fullmatch(_SAFE.get(self.args.dataset, "(?s:.*)"), found.text):
+            return Score.of(False, parts, "characters or powers that its scorer could not safely read")
         # Generated again, because its metadata has objects that JSON cannot carry.
-        marks = self._dataset.score_answer(found.text, self._entry(problem.item))
+        entry = self._entry(problem.item)
+        try:
+            marks = self._dataset.score_answer(found.text, entry)
+        except Exception as error:  # on an answer of another form; `validate` has tried gold answers
+            return Score.of(False, parts, f"the generator's scorer cannot read it: {one_line(error)}")
         right = marks >= _RIGHT
         if self.args.credit == "exact":
             return Score.of(right, parts)

@@ -1,5 +1,9 @@
 from __future__ import annotations
 
+import inspect
+import re
+from pathlib import Path
+
 import pytest
 
 from stretto.base.errors import UserError
@@ -76,3 +80,68 @@ def test_a_generator_that_draws_from_a_list_asks_for_its_size() -> None:
 def test_a_generator_without_answers_is_refused() -> None:
     with pytest.raises(UserError, match="no answer that can be written down"):
         GymSource("g", GymArgs(dataset="rush_hour")).validate()
+
+
+@pytest.mark.parametrize(
+    "dataset", ["simple_integration", "intermediate_integration", "polynomial_multiplication", "puzzle24", "composite"]
+)
+def test_a_generator_that_would_run_answers_is_refused(dataset: str) -> None:
+    with pytest.raises(
+        UserError, match=f"the scorer of '{dataset}' may run a model's answer as Python code; choose another"
+    ):
+        GymSource("g", GymArgs(dataset=dataset))
+
+
+def test_every_scorer_that_evaluates_is_refused_or_guarded() -> None:
+    """Over all generators of the package, whatever it calls its functions."""
+    import reasoning_gym
+
+    evaluates = re.compile(r"\b(?:eval|exec|parse_expr|sympify)\((?!entry|metadata)")
+    known = reasoning_gym.factory.DATASETS
+    found = {name for name, (kind, _) in known.items() if evaluates.search(inspect.getsource(kind.score_answer))}
+    guarded = {"binary_matrix", "n_queens", "spiral_matrix", "string_insertion", "countdown"}
+    assert found == guarded | {
+        "simple_integration",
+        "intermediate_integration",
+        "polynomial_multiplication",
+        "puzzle24",
+    }
+
+
+@pytest.mark.parametrize(
+    "dataset", ["binary_matrix", "n_queens", "spiral_matrix", "string_insertion", "countdown", "coin_flip"]
+)
+def test_an_answer_is_never_run(dataset: str, tmp_path: Path) -> None:
+    source = GymSource("g", GymArgs(dataset=dataset))
+    source.validate(4)
+    problem, path = source.problem(5), tmp_path / "made"
+    opening = f"open({str(path)!r},'w')"
+    for text in (
+        f"[{opening}]",
+        opening,
+        f"1 + {opening}",
+        "9**9**9**9",
+        "9* *9",
+        "[1]*9",
+        "1e999999999",
+        "().__class__",
+    ):
+        score = source.score(problem, Answer(text))
+        assert (score.reward, score.outcome) == (0.0, Outcome.WRONG)
+        assert "could not safely read" in score.detail
+    assert not path.exists()
+
+
+def test_python_lists_still_earn_the_generators_partial_credit() -> None:
+    source = GymSource("g", GymArgs(dataset="spiral_matrix", credit="graded"))
+    problem = source.problem(5)
+    assert source.score(problem, Answer(str([int(digit) for digit in problem.gold.split()]))).reward == pytest.approx(
+        0.1
+    )
+
+
+def test_an_answer_on_which_a_scorer_raises_is_wrong() -> None:
+    source = GymSource("g", GymArgs(dataset="prime_factorization"))
+    source.validate()
+    score = source.score(source.problem(0), Answer("no idea"))
+    assert (score.reward, score.outcome) == (0.0, Outcome.WRONG) and "cannot read it" in score.detail
