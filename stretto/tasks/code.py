@@ -13,7 +13,7 @@ from __future__ import annotations
 import ast
 import re
 import warnings
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -36,6 +36,8 @@ _FENCED = re.compile(
 )
 """Code within a line, which has no group, or a block in fences, which may end where the next one begins."""
 _PYTHON = re.compile(r"py(?:thon)?[\d.]*", re.IGNORECASE)
+_CALLED = re.compile(r"\b([^\W\d]\w*)\(")
+"""A name that a test calls."""
 _MAX_LONGER = 1000
 """A value longer than four times the expected one plus this many characters counts as wrong without being parsed."""
 _VALUE = re.compile(r"^\x1evalue (\d+) (.*)$", re.MULTILINE)
@@ -119,7 +121,7 @@ class CodeSource(TaskSource):
         return Problem.of(item, question, gold, "plain", tests=list(tests), setup=setup)
 
     def score(self, problem: Problem, answer: Answer) -> Score:
-        code, is_marked = find_code(answer.text)
+        code, is_marked = find_code(answer.text, _CALLED.findall("\n".join(problem.payload["tests"])))
         parts = {"marked": float(is_marked), "passed": 0.0, "unseen": 0.0}
         if not code.strip():
             return Score.of(False, parts, "no code")
@@ -141,15 +143,17 @@ class CodeSource(TaskSource):
         return Score(reward, outcome, parts, detail, done.cpu_s)
 
 
-def find_code(text: str) -> tuple[str, bool]:
-    """The program in ``text``, and whether it stood in a block in fences: the last one that is labelled as Python or has no label, else
-    the last one."""
+def find_code(text: str, called: Collection[str] = ()) -> tuple[str, bool]:
+    """The program in ``text``, and whether it stood in a block in fences. Of several blocks: the last one that defines one of the names
+    ``called``, else the last one that is labelled as Python or has no label, else the last one."""
     text = without_thoughts(text)
     blocks = [((match["info"].split() or [""])[0], match["code"]) for match in _FENCED.finditer(text) if match["fence"]]
     if not blocks:
         return text, False
     python = [code for language, code in blocks if not language or _PYTHON.fullmatch(language)]
-    code = (python or [code for _, code in blocks])[-1]
+    defines = re.compile(rf"^[ \t]*(?:(?:async +)?def|class) +(?:{'|'.join(called)})\b", re.MULTILINE)
+    defining = [code for code in python if called and defines.search(code)]
+    code = (defining or python or [code for _, code in blocks])[-1]
     return dedent(code) if code[:1].isspace() else code, True
 
 

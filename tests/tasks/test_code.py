@@ -51,6 +51,26 @@ def test_where_the_program_is(text: str, code: str, is_marked: bool) -> None:
 
 
 @pytest.mark.parametrize(
+    "after",
+    [
+        "Output:\n```\n10\n```",
+        "Example:\n```python\nprint(digit_sum(1234))\n```",
+        "Its type:\n```python\ndigit_sums: list[int]\n```",
+    ],
+)
+def test_a_block_after_the_function_is_not_the_program(source: CodeSource, after: str) -> None:
+    assert find_code(f"```python\n{RIGHT}\n```\n{after}", ["digit_sum"]) == (f"{RIGHT}\n", True)
+    assert source.score(source.problem(0), Answer(f"```python\n{RIGHT}\n```\n{after}")).ok
+
+
+def test_of_two_functions_the_last_is_the_program(source: CodeSource) -> None:
+    wrong = RIGHT.replace("int(digit)", "1")
+    for first, last, right in ((wrong, RIGHT, True), (RIGHT, wrong, False)):
+        answer = Answer(f"```python\n{first}\n```\nCorrected:\n```\n{last}\n```")
+        assert source.score(source.problem(0), answer).ok is right
+
+
+@pytest.mark.parametrize(
     "text", [RIGHT, f"```python\n{RIGHT}\n```", f"Sure:\n```\n{RIGHT}\n```\nDone.", f"{RIGHT}\nprint('x', end='')"]
 )
 def test_right_programs_are_right_however_they_are_written(source: CodeSource, text: str) -> None:
