@@ -13,7 +13,7 @@ from __future__ import annotations
 import ast
 import re
 import warnings
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -103,12 +103,12 @@ class CodeSource(TaskSource):
         self._programs = sandbox
         self._records = read_records(args.path or _BUILTIN, args, [("text",), ("code",), ("test_list",)])
         self.num_items = len(self._records)
-        for record in self._records:
-            list(map(_split, record["test_list"]))  # refuses invalid tests before a run starts
+        for number, record in enumerate(self._records, args.first + 1):
+            _check(record, f"{args.path or _BUILTIN}: record {number}")
 
     def problem(self, item: int) -> Problem:
         record = self._records[item]
-        tests, setup = record["test_list"], record.get("test_setup_code", "")
+        tests, setup = record["test_list"], record.get("test_setup_code") or ""
         shown = "\n".join(tests[: self.args.shown])
         if len(tests) <= self.args.shown:
             rest = f"Your code must pass these tests:\n```python\n{shown}\n```"
@@ -157,14 +157,37 @@ def find_code(text: str, called: Collection[str] = ()) -> tuple[str, bool]:
     return dedent(code) if code[:1].isspace() else code, True
 
 
+def _check(record: Mapping[str, Any], place: str) -> None:
+    """Raises `UserError`: the record has no task, no solution, no tests, or a test that is not one assertion."""
+    needed = {
+        "text": record["text"],
+        "code": record["code"],
+        "test_setup_code": record.get("test_setup_code") or "pass",
+    }
+    for name, value in needed.items():
+        if not isinstance(value, str) or not value.strip():
+            raise UserError(f"{place}: {name}: must be a text, is {value!r}; write one")
+    tests = record["test_list"]
+    if not tests or not isinstance(tests, list) or not all(isinstance(test, str) for test in tests):
+        raise UserError(
+            f"{place}: test_list: must be a list of one or more assertions, is {str(tests)[:60]!r}; correct it"
+        )
+    for test in tests:
+        try:
+            _split(test)
+        except ValueError as error:
+            raise UserError(f"{place}: test_list: {test[:60]!r} {error}") from None
+
+
 @lru_cache(maxsize=1 << 14)
 def _split(assertion: str) -> Check:
+    """The check of an assertion. Raises ValueError: the text is not one assertion."""
     try:
         body = ast.parse(assertion.strip()).body
     except (SyntaxError, ValueError) as error:
-        raise UserError(f"test_list: {assertion[:60]!r} is no Python: {error}; write assertions") from None
+        raise ValueError(f"is no Python: {error}; write an assertion") from None
     if len(body) != 1 or not isinstance(body[0], ast.Assert):
-        raise UserError(f"test_list: {assertion[:60]!r} is not one assertion; write one a string")
+        raise ValueError("is not one assertion; write each assertion as a text of its own")
     condition = body[0].test
     if isinstance(condition, ast.Compare) and len(condition.ops) == 1 and isinstance(condition.ops[0], ast.Eq):
         try:

@@ -193,6 +193,45 @@ def test_files_in_mbpp_layout(tmp_path: Path, sandbox: Sandbox) -> None:
         CodeSource("c", CodeArgs(path=path), sandbox)
 
 
+@pytest.mark.parametrize(
+    ("field", "value", "said"),
+    [
+        ("test_list", [], "test_list: must be a list of one or more assertions, is '[]'; correct it"),
+        (
+            "test_list",
+            "assert f() == 1",
+            "test_list: must be a list of one or more assertions, is 'assert f() == 1'; correct it",
+        ),
+        ("test_list", [None], "test_list: must be a list of one or more assertions, is '[None]'; correct it"),
+        (
+            "test_list",
+            ["f() == 1"],
+            "test_list: 'f() == 1' is not one assertion; write each assertion as a text of its own",
+        ),
+        ("text", None, "text: must be a text, is None; write one"),
+        ("code", " ", "code: must be a text, is ' '; write one"),
+        ("test_setup_code", 3, "test_setup_code: must be a text, is 3; write one"),
+    ],
+)
+def test_a_hole_in_a_file_names_the_record(
+    field: str, value: object, said: str, tmp_path: Path, sandbox: Sandbox
+) -> None:
+    record = {"text": "One.", "code": "def f():\n    return 1", "test_list": ["assert f() == 1"]}
+    path = tmp_path / "one.jsonl"
+    path.write_text("\n".join(map(json.dumps, [record, record, record | {field: value}])))
+    CodeSource("c", CodeArgs(path=path, first=1, limit=1), sandbox)
+    with pytest.raises(UserError) as caught:
+        CodeSource("c", CodeArgs(path=path, first=1), sandbox)
+    assert str(caught.value) == f"{path}: record 3: {said}"
+
+
+def test_null_as_setup_is_none(tmp_path: Path, sandbox: Sandbox) -> None:
+    record = {"text": "1.", "code": "def f(): return 1", "test_list": ["assert f() == 1"], "test_setup_code": None}
+    path = tmp_path / "one.jsonl"
+    path.write_text(json.dumps(record))
+    CodeSource("c", CodeArgs(path=path), sandbox).validate()
+
+
 def test_without_a_sandbox_it_does_not_open() -> None:
     with pytest.raises(UserError, match="open it with a sandbox"):
         CodeSource("c", CodeArgs())
