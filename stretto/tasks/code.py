@@ -43,18 +43,23 @@ _MAX_LONGER = 1000
 _VALUE = re.compile(r"^\x1evalue (\d+) (.*)$", re.MULTILINE)
 # ast.literal_eval prints warnings about the values of untrusted programs.
 warnings.filterwarnings("ignore", category=SyntaxWarning, module="<unknown>")
-# Appended to the answer, with names that an answer is unlikely to use. Values of subclasses (a Counter, a named tuple) are printed as the
-# built-in type that they are equal to.
+# Appended to the answer, with names that an answer is unlikely to use. Values of other types (a Counter, a named tuple, a Fraction) are
+# printed as the built-in value that they are equal to.
 _HARNESS = """
+import collections.abc as _stretto_abc, numbers as _stretto_numbers
 def _stretto_plain(value):
     for kind in (bool, int, float, complex, str, bytes):
         if isinstance(value, kind):
             return kind(value)
     if isinstance(value, dict):
         return {_stretto_plain(key): _stretto_plain(item) for key, item in value.items()}
-    for kind in (list, tuple, set, frozenset):
+    for kind, plain in ((list, list), (tuple, tuple), (_stretto_abc.Set, set)):
         if isinstance(value, kind):
-            return (set if kind is frozenset else kind)(_stretto_plain(item) for item in value)
+            return plain(_stretto_plain(item) for item in value)
+    if isinstance(value, bytearray):
+        return bytes(value)
+    if isinstance(value, _stretto_numbers.Number):
+        return next((kind(value) for kind in (float, int) if kind(value) == value), value)
     return value
 def _stretto_show(number, call):
     import sys

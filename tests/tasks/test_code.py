@@ -168,6 +168,29 @@ def test_values_of_subclasses_equal_what_they_equal_in_python(source: CodeSource
     assert source.score(problem, Answer(problem.gold)).ok
 
 
+@pytest.mark.parametrize(
+    ("value", "equal", "unequal"),
+    [
+        ("Fraction(2, 2)", "1", "2"),
+        ("[Fraction(1, 2)]", "[0.5]", "[0.25]"),
+        ("Decimal('1.0')", "1", "1.5"),
+        ("Decimal('0.1')", "Decimal('0.1')", "0.1"),
+        ("{1: 2}.keys()", "{1}", "{2}"),
+        ("{1: 2}.items()", "{(1, 2)}", "{(1, 3)}"),
+        ("bytearray(b'a')", "b'a'", "b'b'"),
+    ],
+)
+def test_values_of_other_types_equal_what_they_equal_in_python(
+    value: str, equal: str, unequal: str, tmp_path: Path, sandbox: Sandbox
+) -> None:
+    solution = f"from decimal import Decimal\nfrom fractions import Fraction\ndef f():\n    return {value}"
+    tests = [f"assert f() == {equal}", f"assert f() == {unequal}"]
+    path = tmp_path / "one.jsonl"
+    path.write_text(json.dumps({"text": "One.", "code": solution, "test_list": tests}))
+    source = CodeSource("c", CodeArgs(path=path, shown=0), sandbox)
+    assert source.score(source.problem(0), Answer(solution)).parts["passed"] == 0.5
+
+
 def test_an_assertion_of_another_shape_is_its_own_condition() -> None:
     check = _split("assert abs(f(2) - 0.5) < 1e-9")
     assert (check.call, check.expected) == ("bool(abs(f(2) - 0.5) < 1e-09)", True)
