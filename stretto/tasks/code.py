@@ -1,8 +1,9 @@
 """Python functions with tests, in the layout of MBPP: ``text``, ``code``, ``test_list``, ``test_setup_code``.
 
 Expected values never enter the sandbox. Of a test ``assert call == literal`` the program evaluates the call and prints its value; this
-process compares. So an early exit, an object that equals everything, and reading the program's own text gain nothing. Of any other
-assertion the program evaluates the whole condition, and ``True`` is expected.
+process compares. So an early exit, an object that equals everything, and reading the program's own text gain nothing. Tests with
+``set(literal)``, ``math.isclose(call, literal)`` or ``abs(call - literal) < literal`` are checked in the same way. Of any other assertion
+the program evaluates the whole condition, and ``True`` is expected: a program that prints this result without computing it passes.
 
 A prompt shows the first tests only, and the other tests decide: an answer with the shown values hard-coded earns nothing. Published MBPP
 scores use prompts with all three tests (``shown = 3``) and three solved problems as examples.
@@ -11,11 +12,14 @@ scores use prompts with all three tests (``shown = 3``) and three solved problem
 from __future__ import annotations
 
 import ast
+import math
+import operator
 import re
 import warnings
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from textwrap import dedent
 from typing import Any, Literal
@@ -40,6 +44,8 @@ _CALLED = re.compile(r"\b([^\W\d]\w*)\(")
 """A name that a test calls."""
 _MAX_LONGER = 1000
 """A value longer than four times the expected one plus this many characters counts as wrong without being parsed."""
+_CLOSE = ("math.isclose", "isclose")
+_MAKERS: Mapping[str, Callable[[Any], Any]] = {"set": set, "frozenset": frozenset, "sorted": sorted, "float": float}
 _VALUE = re.compile(r"^\x1evalue (\d+) (.*)$", re.MULTILINE)
 # ast.literal_eval prints warnings about the values of untrusted programs.
 warnings.filterwarnings("ignore", category=SyntaxWarning, module="<unknown>")
@@ -61,6 +67,9 @@ def _stretto_plain(value):
     if isinstance(value, _stretto_numbers.Number):
         return next((kind(value) for kind in (float, int) if kind(value) == value), value)
     return value
+def _stretto_float(value):
+    is_other = isinstance(value, _stretto_numbers.Number) and not isinstance(value, (int, float, complex))
+    return float(value) if is_other else value
 def _stretto_show(number, call):
     import sys
     try:
@@ -92,6 +101,8 @@ class Check:
     """Expression that the program evaluates."""
     expected: Any
     """Value of the literal that it is compared with."""
+    agrees: Callable[[Any, Any], bool] = operator.eq
+    """Whether a value of the call and the expected value pass the test."""
 
 
 class CodeSource(TaskSource):
@@ -136,7 +147,7 @@ class CodeSource(TaskSource):
             return Score(0.0, Outcome.INFRA, parts, done.why, done.cpu_s)
         written = dict(_VALUE.findall(done.stdout.decode("utf-8", "replace")))  # the last value of a test counts
         values = [written.get(str(number)) for number in range(len(tests))]
-        passed = [_equals(value, test.expected) for value, test in zip(values, tests, strict=True)]
+        passed = [_passes(value, test) for value, test in zip(values, tests, strict=True)]
         num_passed, unseen = sum(passed), passed[self.args.shown :] or passed
         parts |= {"passed": num_passed / len(tests), "unseen": sum(unseen) / len(unseen)}
         if all(passed):
@@ -194,12 +205,34 @@ def _split(assertion: str) -> Check:
     if len(body) != 1 or not isinstance(body[0], ast.Assert):
         raise ValueError("is not one assertion; write each assertion as a text of its own")
     condition = body[0].test
-    if isinstance(condition, ast.Compare) and len(condition.ops) == 1 and isinstance(condition.ops[0], ast.Eq):
-        try:
-            return Check(ast.unparse(condition.left), ast.literal_eval(condition.comparators[0]))
-        except ValueError:
-            pass  # the expected value is an expression, no literal
+    with suppress(ValueError, TypeError):  # an expected value is an expression, no literal
+        match condition:
+            case ast.Compare(left=call, ops=[ast.Eq()], comparators=[gold]):
+                return Check(ast.unparse(call), _literal(gold))
+            case ast.Compare(
+                left=ast.Call(func=ast.Name(id="abs"), args=[ast.BinOp(left=call, op=ast.Sub(), right=gold)]),
+                ops=[ast.Lt() | ast.LtE() as op],
+                comparators=[bound],
+            ):
+                is_below = operator.lt if isinstance(op, ast.Lt) else operator.le
+                near = partial(_is_near, is_below, _literal(bound))
+                return Check(f"_stretto_float({ast.unparse(call)})", _literal(gold), near)
+            case ast.Call(func=name, args=[call, gold], keywords=options) if ast.unparse(name) in _CLOSE:
+                near = partial(math.isclose, **{str(option.arg): _literal(option.value) for option in options})
+                return Check(f"_stretto_float({ast.unparse(call)})", _literal(gold), near)
     return Check(f"bool({ast.unparse(condition)})", True)
+
+
+def _literal(node: ast.expr) -> Any:
+    """Value of a literal, or of a set, a sorted list or a float that is made from one. Raises ValueError or TypeError: another expression."""
+    match node:
+        case ast.Call(func=ast.Name(id=name), args=[inner], keywords=[]) if name in _MAKERS:
+            return _MAKERS[name](ast.literal_eval(inner))
+    return ast.literal_eval(node)
+
+
+def _is_near(is_below: Callable[[Any, Any], bool], bound: Any, value: Any, expected: Any) -> bool:
+    return is_below(abs(value - expected), bound)
 
 
 def _function(assertion: str, code: str) -> str:
@@ -214,12 +247,12 @@ def _program(code: str, setup: str, tests: Sequence[Check]) -> str:
     return "\n".join([code, setup, _HARNESS, *shows, ""])
 
 
-def _equals(written: str | None, expected: Any) -> bool:
-    if written is None or len(written) > 4 * len(repr(expected)) + _MAX_LONGER:
+def _passes(written: str | None, test: Check) -> bool:
+    if written is None or len(written) > 4 * len(repr(test.expected)) + _MAX_LONGER:
         return False
-    if written in ("inf", "-inf", "nan"):  # not Python literals
-        return isinstance(expected, float) and float(written) == expected
     try:
-        return bool(ast.literal_eval(written) == expected)
-    except (ValueError, SyntaxError, MemoryError, RecursionError):
-        return False  # no literal, or text made to break the parser
+        # Infinities are not Python literals.
+        value = float(written) if written in ("inf", "-inf", "nan") else ast.literal_eval(written)
+        return bool(test.agrees(value, test.expected))
+    except (ValueError, SyntaxError, MemoryError, RecursionError, TypeError, OverflowError):
+        return False  # no literal, text made to break the parser, or a value of a type that cannot be compared

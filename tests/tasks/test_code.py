@@ -11,7 +11,7 @@ from stretto.base.errors import UserError
 from stretto.base.trajectory import Outcome
 from stretto.sandbox.isolate import Sandbox
 from stretto.sandbox.outcome import Limits
-from stretto.tasks.code import CodeArgs, CodeSource, _program, _split, find_code
+from stretto.tasks.code import Check, CodeArgs, CodeSource, _passes, _program, _split, find_code
 from stretto.tasks.task import Answer
 
 RIGHT = "def digit_sum(n):\n    return sum(int(digit) for digit in str(n))"
@@ -104,7 +104,8 @@ def test_shortcuts_are_refused(source: CodeSource, text: str) -> None:
 def test_what_a_program_writes_as_a_value_is_read_with_care() -> None:
     """Values that are very long, or that make Python's parser warn, are wrong; correct values are parsed."""
     script = (
-        "from stretto.tasks.code import _equals\n"
+        "from stretto.tasks.code import Check, _passes\n"
+        "_equals = lambda written, expected: _passes(written, Check('f()', expected))\n"
         "print(_equals('1if 1else ' * 50 + '1', 1), _equals('1,' * 200_000, 1), _equals('-' * 900 + '1', 1),\n"
         " _equals('[1, 2.0]', [1, 2]), _equals(str(int(1e300)), 1e300))"
     )
@@ -192,9 +193,65 @@ def test_values_of_other_types_equal_what_they_equal_in_python(
 
 
 def test_an_assertion_of_another_shape_is_its_own_condition() -> None:
-    check = _split("assert abs(f(2) - 0.5) < 1e-9")
-    assert (check.call, check.expected) == ("bool(abs(f(2) - 0.5) < 1e-09)", True)
+    check = _split("assert abs(f(2) - g(2)) < 1e-9")
+    assert (check.call, check.expected) == ("bool(abs(f(2) - g(2)) < 1e-09)", True)
     assert _split("assert f(1) == {'a': (1, 2)}").expected == {"a": (1, 2)}
+
+
+@pytest.mark.parametrize(
+    ("test", "call", "passing", "failing"),
+    [
+        ("set(f(3)) == set([1, 2])", "set(f(3))", ["{2, 1}"], ["[1, 2]", "{1}", "True"]),
+        ("frozenset(f(3)) == frozenset((1,))", "frozenset(f(3))", ["{1}"], ["(1,)"]),
+        ("f(3) == sorted([2, 1])", "f(3)", ["[1, 2]"], ["[2, 1]"]),
+        ("f(3) == float('-inf')", "f(3)", ["-inf"], ["inf", "nan", "'-inf'"]),
+        (
+            "abs(f(3) - 2) < 1",
+            "_stretto_float(f(3))",
+            ["2", "2.9"],
+            ["3", "1", "True", "inf", "nan", "'2'", "[2]", "9" * 999],
+        ),
+        ("abs(f(3) - 2) <= 1", "_stretto_float(f(3))", ["3", "True"], ["3.1", "<A object>", "None"]),
+        (
+            "math.isclose(f(3), 0.3333, rel_tol=0.01)",
+            "_stretto_float(f(3))",
+            ["0.333", "0.335"],
+            ["0.34", "True", "2j", "[]"],
+        ),
+        ("isclose(f(3), 1.0)", "_stretto_float(f(3))", ["1", "1.0000000001"], ["1.001", "nan", "!TypeError"]),
+    ],
+)
+def test_an_assertion_with_a_literal_is_decided_outside_the_sandbox(
+    test: str, call: str, passing: list[str], failing: list[str]
+) -> None:
+    check = _split(f"assert {test}")
+    assert check.call == call
+    assert [value for value in [*passing, *failing] if _passes(value, check)] == passing
+
+
+@pytest.mark.parametrize(
+    "test", ["math.isclose(f(1), g(1))", "math.isclose(f(1), 2.0, rel_tol=g(1))", "set(f(1)) == set([[]])"]
+)
+def test_an_assertion_that_has_no_literal_is_its_own_condition(test: str) -> None:
+    assert _split(f"assert {test}") == Check(f"bool({test})", True)
+
+
+def test_printing_results_without_computing_them_earns_nothing(tmp_path: Path, sandbox: Sandbox) -> None:
+    tests = ["assert abs(f(1) - 0.3333) < 1e-3", "assert math.isclose(f(6), 2.0)", "assert set([f(3)]) == set([1.0])"]
+    solution = "def f(x):\n    return x / 3"
+    path = tmp_path / "one.jsonl"
+    path.write_text(
+        json.dumps({"text": "x / 3", "code": solution, "test_setup_code": "import math", "test_list": tests})
+    )
+    source = CodeSource("c", CodeArgs(path=path), sandbox)
+    source.validate()
+    exact = "from fractions import Fraction\ndef f(x):\n    return Fraction(x, 3)"
+    assert source.score(source.problem(0), Answer(exact)).ok
+    says_true = "print(*['\\x1evalue %d True' % i for i in range(9)], sep='\\n', flush=True)\nimport os; os._exit(0)"
+    pleases = "class A:\n    __sub__ = lambda s, o: s\n    __abs__ = lambda s: s\n    __lt__ = lambda s, o: True\nf = lambda x: A()"
+    for text in (says_true, pleases):
+        score = source.score(source.problem(0), Answer(text))
+        assert (score.reward, score.ok, score.parts["passed"]) == (0.0, False, 0.0)
 
 
 def test_files_in_mbpp_layout(tmp_path: Path, sandbox: Sandbox) -> None:
