@@ -203,7 +203,9 @@ class Sandbox:
                 problem = f"{name!r} does not lie in the work folder"
                 raise ValueError(f"sandbox: files: {problem}; use a relative path without '..'")
         contents = {name: _bytes(content) for name, content in (files or {}).items()}
-        source, argv = (_bytes(program), None) if isinstance(program, str | bytes) else (b"", program)
+        if isinstance(program, str):
+            program = program.encode(errors="replace")  # a model's program may have half of a surrogate pair
+        source, argv = (program, None) if isinstance(program, bytes) else (b"", program)
         keeper = self._idle.get()
         try:
             if keeper is None:

@@ -61,6 +61,12 @@ def test_python_tool(sandbox: Sandbox) -> None:
     assert len(text) <= MAX_TEXT and text.startswith("yyy") and " characters left out …]\nyyy" in text
 
 
+def test_half_a_surrogate_pair_in_a_program_is_a_question_mark(sandbox: Sandbox) -> None:
+    """It is no character, and JSON can contain it."""
+    result = run_python(sandbox, "print('a\ud800') # \udcff")
+    assert (result.text, result.outcome) == ("a?\n", Outcome.OK)
+
+
 def test_table() -> None:
     tool = TableTool(FIXTURE)
     result = tool("SELECT name, people FROM town ORDER BY name")

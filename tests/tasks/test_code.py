@@ -113,6 +113,11 @@ def test_what_a_program_writes_as_a_value_is_read_with_care() -> None:
     assert (done.stdout, done.stderr) == ("False False False True True\n", "")
 
 
+def test_half_a_surrogate_pair_in_an_answer_raises_nothing(source: CodeSource) -> None:
+    assert source.score(source.problem(0), Answer(f"{RIGHT} # \ud800")).ok
+    assert source.score(source.problem(0), Answer("digit_sum = \ud800")).outcome is Outcome.CRASH
+
+
 def test_the_answers_own_failures_are_named(source: CodeSource, sandbox: Sandbox) -> None:
     crash = source.score(source.problem(0), Answer("x = ("))
     assert crash.outcome is Outcome.CRASH and "SyntaxError" in crash.detail
