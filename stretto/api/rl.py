@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,27 +24,39 @@ from stretto.base.config import (
     validate,
 )
 from stretto.base.errors import UserError, user_errors
-from stretto.base.paths import checkpoint_folder
-from stretto.base.records import read_lineage
+from stretto.base.paths import checkpoint_folder, read_json, remove, require_apart, write_json
+from stretto.base.records import find_lineage
 from stretto.base.track import progress, require_wandb, say
 from stretto.evals.ranker import scope_of
 from stretto.flow.launch import Job, SourceTables, check_source
 from stretto.flow.run import Result, check_places, opened, run_opened, start_of
 from stretto.learning.algorithms import load_algorithm
-from stretto.learning.recipe import START, DistillConfig, RlRecipe, StartConfig
+from stretto.learning.recipe import START, DistillConfig, RlRecipe
 from stretto.learning.teachers import check_teachers, find_teachers
+from stretto.model.checkpoint import known_hash
 from stretto.model.parallel import check_split, join, stored, stored_for_training
 from stretto.ops import exact
 from stretto.post.distill import STAGE as DISTILL
 from stretto.post.distill import gaps, parent_settings, teacher_settings
 from stretto.post.merge import merge_teachers
 from stretto.post.panel import EVALUATES, REWARDS
-from stretto.post.sft import sft
+from stretto.post.sft import STAGE as SFT
+from stretto.post.sft import latest_snapshot, sft
 from stretto.report.page import Plot
 from stretto.tasks.registry import source_kind
 
 STUDENT = "student"
 """Folder in a run of `stretto distill` that holds the student's start: cut out with ``--subnet``, or merged (``distill.merge_scale``)."""
+_START_KEYS = (
+    "start",
+    "sources.",
+    "rollout.tool_chars",
+    "train.seed",
+    "train.seq_len",
+    "train.eval_prompts",
+    "train.balance_rate",
+)
+"""Beginnings of the recipe's keys on which the trained start depends. Held-out problems are those that it was not trained on."""
 
 RlRecipeLike = PathLike | Mapping[str, Any] | RlRecipe
 """A TOML file, the name of a shipped recipe (``rl_gym``), a mapping of the same form, or an `RlRecipe`. In a mapping, a source's ``kind``
@@ -239,21 +252,8 @@ def _run(
     load_algorithm(recipe.loss.advantage)  # raises an error before anything is written
     devices = _devices(device, recipe)
     with opened(folder, resume) as has_run:
-        start = checkpoint_folder(model) if model is not None else (start_of(folder) if resume else None)
-        if model is not None and subnet is not None:
-            start = folder / STUDENT
-            if not has_run:
-                extract_command(model, subnet, start, device)
-        check_ranks(recipe, start, devices)  # raises an error before anything is written
-        if not has_run:  # a run of an older version keeps its train.seq_len, which no resumed run may change
-            _check_length(recipe, start)
-        if start is None or (recipe.start is not None and recipe.start.model is None):
-            if not (folder / START).is_dir():
-                _check_before_training(Job(recipe, folder, folder / START, resume, devices), start)
-            start = made_start(recipe, folder, start, device)
-        if recipe.distill is not None and recipe.distill.merge_scale:
-            start = _merged_start(recipe.distill, folder, start)
-        job = Job(recipe, folder, start, resume, devices, wandb_project, stage)
+        job = Job(recipe, folder, folder / START, resume, devices, wandb_project, stage)
+        job = replace(job, start=_start(job, model, subnet, device, has_run))
         with progress(stage, recipe.train.steps, "steps") as advance:
             result = run_opened(job, has_run, advance, say)
     say(
@@ -268,11 +268,97 @@ def _run(
     return result
 
 
-def _merged_start(config: DistillConfig, folder: Path, start: Path) -> Path:
-    """The checkpoint ``start`` with ``merge_scale`` times the sum of the teachers' differences to it, in the run ``folder``.
-    Raises UserError: a teacher has another network than the start, or is not its descendant."""
-    merged = folder / STUDENT
-    return merged if merged.is_dir() else merge_teachers(config, start, merged)
+def _start(job: Job, model: Path | None, subnet: str | None, device: str, has_run: bool) -> Path:
+    """The checkpoint with which ``job`` begins, or began: ``model``, its ``subnet``, the recipe's ``[start]`` or merged teachers. What
+    is missing is made in the run folder.
+
+    Raises:
+        UserError: bad input, or the folder holds a start that was made from something else.
+    """
+    recipe, folder = job.recipe, job.folder
+    start = checkpoint_folder(model) if model is not None else (start_of(folder) if has_run else None)
+    made = [(folder / name).resolve() for name in (START, STUDENT)]
+    if has_run and start is not None and (model is None or start.resolve() in made):
+        check_ranks(recipe, start, job.devices)
+        return start
+    if start is not None and model is not None and subnet is not None:
+        inputs = {"--model": _weights(start), "--subnet": subnet}
+        cut = partial(extract_command, model, subnet, folder / STUDENT, device, force=True)
+        start = _student(recipe, folder, (), inputs, cut, has_run)
+    check_ranks(recipe, start, job.devices)  # raises an error before anything is written
+    if not has_run:  # a run of an older version keeps its train.seq_len, which no resumed run may change
+        _check_length(recipe, start)
+    if start is None or (recipe.start is not None and recipe.start.model is None):
+        if not (folder / START).is_dir():
+            _check_before_training(job, start)
+        start = made_start(recipe, folder, start, device)
+    if recipe.distill is not None and recipe.distill.merge_scale:
+        named = {f"distill.teachers.{name}": each.checkpoint for name, each in recipe.distill.teachers.items()}
+        inputs = {name: _weights(checkpoint_folder(each)) for name, each in named.items() if each is not None}
+        merge = partial(merge_teachers, recipe.distill, start, folder / STUDENT)
+        inputs["--model"] = _weights(start)
+        require_apart(folder / STUDENT, start)
+        start = _student(recipe, folder, ("distill.merge_scale",), inputs, merge, has_run)
+    return start
+
+
+def _student(
+    recipe: RlRecipe,
+    folder: Path,
+    keys: tuple[str, ...],
+    inputs: Mapping[str, str],
+    make: Callable[[], object],
+    has_run: bool,
+) -> Path:
+    """The student's checkpoint in the run ``folder``, which ``make`` writes. Without a run it is made again, which takes little time.
+    Raises UserError: the run began with a student that was made from something else; ``keys`` and ``inputs`` as of `_check_inputs`."""
+    out = folder / STUDENT
+    if has_run:
+        _check_inputs(recipe, out, keys, inputs)
+    if not has_run or not out.is_dir():
+        make()
+        _record_inputs(recipe, out, inputs)
+    return out
+
+
+def _inputs_file(out: Path) -> Path:
+    return out.with_name(f"{out.name}.inputs.json")
+
+
+def _record_inputs(recipe: RlRecipe, out: Path, inputs: Mapping[str, str]) -> None:
+    """Write beside ``out``, a checkpoint in a run folder, what it is made from."""
+    write_json(_inputs_file(out), {"recipe": recipe.model_dump(mode="json"), "inputs": inputs})
+
+
+def _check_inputs(recipe: RlRecipe, out: Path, keys: tuple[str, ...], inputs: Mapping[str, str]) -> None:
+    """Check that ``out``, a checkpoint in a run folder, was made from the same as it would be now. Without a record, because it was
+    copied or an older version made it, a start is compared by the recipe in its lineage.
+
+    Args:
+        keys: beginnings of the recipe's keys on which it depends.
+        inputs: what else it depends on, by the name of an option or a key. Inputs that are not given are not compared.
+
+    Raises:
+        UserError: it was made from something else.
+    """
+    path, lineage = _inputs_file(out), find_lineage(out)
+    if path.is_file():
+        known = read_json(path)
+    elif lineage is not None and lineage.stage == SFT:
+        known = {"recipe": lineage.config, "inputs": inputs}
+    else:
+        return
+    before, now = (
+        {key: value for key, value in completed(RlRecipe, tree).items() if key.startswith(keys)}
+        for tree in (known["recipe"], recipe.model_dump(mode="json"))
+    )
+    given = {name: known["inputs"].get(name) for name in inputs}
+    check_unchanged(before | given, now | dict(inputs), out.parent)
+
+
+def _weights(checkpoint: Path) -> str:
+    """The weights of a checkpoint as messages name them: the beginning of their hash."""
+    return f"weights {known_hash(checkpoint)[:12]}"
 
 
 def _check_before_training(job: Job, origin: Path | None) -> None:
@@ -363,6 +449,10 @@ def _check_student(recipe: RlRecipe, model: Path | None, subnet: str | None, res
         raise UserError("recipe: distill: missing; name teachers in [distill.teachers], or with --teacher NAME=DIR")
     if subnet is not None and model is None:
         raise UserError("--subnet: needs --model, the network to extract the student from")
+    if subnet is not None and recipe.distill.merge_scale:
+        raise UserError(
+            "--subnet: cuts out a new student, and distill.merge_scale needs teachers that were trained from the student; leave one out"
+        )
     if model is None and not resume and recipe.start is None:
         raise UserError("--model: missing; name the run or checkpoint to train")
     if model is not None and subnet is None:
@@ -379,27 +469,31 @@ def _say_gaps(folder: Path, config: DistillConfig) -> None:
 
 
 def made_start(recipe: RlRecipe, folder: Path, origin: Path | None = None, device: str = "auto") -> Path:
-    """The checkpoint that the recipe's ``[start]`` describes, trained in the run folder unless it exists already.
+    """The checkpoint that the recipe's ``[start]`` describes, trained in the run folder unless it exists already. Interrupted training
+    goes on.
 
     Args:
         origin: checkpoint to train, for a ``[start]`` without a network of its own.
 
     Raises:
-        UserError: another start was trained there, or as `stretto.post.sft.sft`.
+        UserError: another start was trained or begun there, or as `stretto.post.sft.sft`.
     """
-    out = folder / START
-    if out.is_dir():
-        trained = read_lineage(out).config.get("start")
-        if recipe.start is not None and trained is not None:
-            before, now = completed(StartConfig, trained), recipe.start.model_dump(mode="json")
-            check_unchanged({"start": before}, {"start": now}, folder)
-        return out
     if recipe.start is None:
         raise UserError("--model: missing, and the recipe has no [start]; name a run or checkpoint to begin with")
+    out, inputs = folder / START, {} if origin is None else {"--model": _weights(origin)}
+    if out.is_dir() or latest_snapshot(out) is not None:
+        _check_inputs(recipe, out, _START_KEYS, inputs)
+    if out.is_dir():
+        return out
     with SourceTables(dict(recipe.sources), recipe.sandbox).opened() as sources:
         for source in sources.values():
             check_source(source, recipe)
-        return sft(recipe, sources, out, origin=origin, ranks=join(device))
+        _record_inputs(recipe, out, inputs)  # before the training, which may be interrupted
+        try:
+            return sft(recipe, sources, out, origin=origin, ranks=join(device))
+        finally:
+            if not out.is_dir() and latest_snapshot(out) is None:  # nothing was made
+                remove(_inputs_file(out))
 
 
 def _devices(name: str, recipe: RlRecipe) -> tuple[str, ...]:

@@ -166,8 +166,8 @@ def sft(
         )
     torch.set_num_threads(recipe.train.threads)
     out = Path(out)
-    run, tool_chars = out.with_name(f"{out.name}.run"), recipe.rollout.tool_chars
-    plan, latest = _plan_of(recipe, start), Snapshots(run / "snapshots", 1).latest()
+    run, tool_chars = _run_of(out), recipe.rollout.tool_chars
+    plan, latest = _plan_of(recipe, start), latest_snapshot(out)
     is_fixed = origin is not None and config.only_ranks
     if latest is not None:
         is_fixed = fixes_routers(config, validate(SftRecipe, read_meta(latest).recipe, str(latest)))
@@ -207,6 +207,15 @@ def sft(
     if ranks.is_first:
         remove(run)
     return out
+
+
+def latest_snapshot(out: Path) -> Path | None:
+    """The newest snapshot of the interrupted training that will write ``out``; None: there is none."""
+    return Snapshots(_run_of(out) / "snapshots", 1).latest()
+
+
+def _run_of(out: Path) -> Path:
+    return out.with_name(f"{out.name}.run")
 
 
 def _initial(recipe: RlRecipe, start: StartConfig, origin: Path | None) -> Origin:

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import shutil
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
 
+from stretto.base.errors import UserError
 from stretto.base.records import Lineage, new_lineage
 from stretto.base.track import read_metrics
+from stretto.flow.launch import Job
+from stretto.learning.recipe import JOURNAL_FILE
 from stretto.model.checkpoint import read_checkpoint, write_checkpoint
 from stretto.text.tokenizer import train_tokenizer
-from tests.api.conftest import PRESETS, SERVED, Run, refused
+from tests.api.conftest import PRESETS, SERVED, Result, Run, refused
 from tests.api.rl_recipes import TINY
 
 SMALL = ("--set", "train.seq_len=128", "--set", "train.steps=3", "--set", "runtime.isolate=none", "--device", "cpu")
+SECOND = ("--set", 'sources.turn={kind = "strings", args = {operation = "reverse", length = 3}}')
+"""A second source, for a second teacher."""
 
 
 @pytest.fixture
@@ -71,9 +77,8 @@ def test_a_student_begins_with_its_merged_teachers(stretto: Run, plain: Path, se
     for seed, place in enumerate(teachers.values()):
         _written(start, place, seed, (lineage,))
     named = [word for name, place in teachers.items() for word in ("--teacher", f"{name}={place}")]
-    second = ("--set", 'sources.turn={kind = "strings", args = {operation = "reverse", length = 3}}')
     merged = ("--set", "distill.merge_scale=0.5")
-    done = stretto("distill", plain, "--model", start, *named, *second, *merged, "-o", run, *SMALL)
+    done = stretto("distill", plain, "--model", start, *named, *SECOND, *merged, "-o", run, *SMALL)
     assert done.code == 0, done
     before, *others = (read_checkpoint(place).model.state_dict() for place in (start, *teachers.values()))
     begun = read_checkpoint(run / "student").model.state_dict()
@@ -82,8 +87,76 @@ def test_a_student_begins_with_its_merged_teachers(stretto: Run, plain: Path, se
             torch.testing.assert_close(each, before[name] + 0.5 * sum(other[name] - before[name] for other in others))
     trained = read_checkpoint(run / "checkpoint").lineage
     assert trained is not None and [parent.stage for parent in trained.parents] == ["merge", "rl", "rl"]
-    resumed = stretto("distill", plain, "--model", start, *named, *second, *merged, "-o", run, "--resume", *SMALL)
+    resumed = stretto("distill", plain, "--model", start, *named, *SECOND, *merged, "-o", run, "--resume", *SMALL)
     assert resumed.code == 0, resumed
+
+
+@pytest.fixture
+def begun(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, torch.Tensor]]:
+    """The weights with which runs began. Each run ends with an error before its first group."""
+    starts: list[dict[str, torch.Tensor]] = []
+
+    def end(job: Job, *_: object) -> None:
+        starts.append(read_checkpoint(job.start).model.state_dict())
+        raise UserError("ended before the first group")
+
+    monkeypatch.setattr("stretto.api.rl.run_opened", end)
+    return starts
+
+
+def test_a_merge_of_a_failed_attempt_is_made_again(
+    stretto: Run, plain: Path, served_run: Path, tmp_path: Path, begun: list[dict[str, torch.Tensor]]
+) -> None:
+    start, run = tmp_path / "start", tmp_path / "run"
+    teachers = {name: tmp_path / name for name in ("flip", "turn", "other", "near")}
+    lineage = _written(served_run / "checkpoint", start, 0)
+    for seed, place in enumerate(teachers.values()):
+        _written(start, place, seed, (lineage,))
+
+    def distill(model: str, scale: float, *options: str, turn: str = "turn") -> Result:
+        named = ("--teacher", f"flip={teachers['flip']}", "--teacher", f"turn={teachers[turn]}")
+        merged = ("--set", f"distill.merge_scale={scale}")
+        return stretto(
+            "distill", plain, "--model", tmp_path / model, *named, *SECOND, *merged, "-o", run, *SMALL, *options
+        )
+
+    refused(distill("start", 0.5), "ended before")
+    refused(distill("start", 0.1), "ended before")
+    refused(distill("start", 0.1, turn="other"), "ended before")
+    refused(distill("near", 0.1), "ended before")
+    differs = [
+        any(not torch.equal(each, after[name]) for name, each in before.items()) for before, after in pairwise(begun)
+    ]
+    assert differs == [True] * 3
+
+    (run / JOURNAL_FILE).touch()
+    refused(distill("near", 0.1, "--resume"), "ended before")
+    refused(distill("near", 0.2, "--resume"), "run: distill.merge_scale: was 0.1 when this run started, is 0.2 now")
+    refused(distill("near", 0.1, "--resume", turn="other"), "run: distill.teachers.turn: was 'weights ")
+    refused(
+        distill("start", 0.1, "--resume"), "run: --model: was 'weights ", "change it back, or start a new run folder"
+    )
+    refused(distill("run/student", 0.1, "--resume"), "ended before")
+    for name, each in begun[3].items():
+        assert torch.equal(each, begun[4][name]) and torch.equal(each, begun[5][name])
+
+
+def test_a_student_of_a_failed_attempt_is_cut_out_again(
+    stretto: Run, plain: Path, served_run: Path, tmp_path: Path, begun: list[dict[str, torch.Tensor]]
+) -> None:
+    run = tmp_path / "run"
+
+    def distill(subnet: str, *options: str) -> Result:
+        return stretto(
+            "distill", plain, "--model", served_run / "checkpoint", "--subnet", subnet, "-o", run, *SMALL, *options
+        )
+
+    for subnet in ("corner", "half"):
+        refused(distill(subnet), "ended before")
+    assert len(begun[0]) < len(begun[1])
+    (run / JOURNAL_FILE).touch()
+    refused(distill("half", "--resume"), "ended before")
+    refused(distill("corner", "--resume"), "run: --subnet: was 'half' when this run started, is 'corner' now")
 
 
 @pytest.mark.slow
@@ -116,6 +189,9 @@ def test_what_is_refused(stretto: Run, plain: Path, served_run: Path, tmp_path: 
     model = ("--model", served_run)
     distill(*model, ("recipe: distill: missing", "--teacher NAME=DIR"))
     distill("--teacher", f"flip={served_run}", ("--model: missing",))
+    merged = ("--teacher", f"flip={served_run}", "--teacher", f"turn={served_run}", "--set", "distill.merge_scale=0.5")
+    refusal = "--subnet: cuts out a new student, and distill.merge_scale needs"
+    distill(*model, *SECOND, *merged, "--subnet", "corner", (refusal, "leave one out"))
     distill("--teacher", f"flip={served_run}", "--subnet", "corner", ("--subnet: needs --model", "extract the student"))
     distill(*model, "--teacher", "flip", ("--teacher flip: expected NAME=DIR",))
     distill(

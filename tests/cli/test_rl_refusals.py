@@ -5,14 +5,18 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
 from safetensors.torch import load_file, save_file
 
+from stretto.api.rl import made_start
+from stretto.base.config import read_recipe
+from stretto.base.errors import UserError
 from stretto.flow.ledger import read_events
-from stretto.learning.recipe import JOURNAL_FILE
+from stretto.learning.recipe import JOURNAL_FILE, RlRecipe
 from tests.api.conftest import Run, refused
 from tests.api.rl_recipes import OWN, TINY
 
@@ -88,13 +92,70 @@ def test_a_wrong_address_is_refused_before_the_start_is_trained(
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.parametrize(
+    ("setting", "words"),
+    [
+        ("start.steps=26", ("run: start.steps: was 25 when this run started, is 26 now", "new run folder")),
+        ("sources.flip.args.operation=reverse", ("sources.flip.args.operation: was 'complement'", "is 'reverse' now")),
+        ("train.seed=9", ("train.seed: was 0", "is 9 now")),
+        ("train.seq_len=80", ("train.seq_len: was 64", "is 80 now")),
+        ("train.eval_prompts=5", ("train.eval_prompts: was 4", "is 5 now")),
+        ("rollout.tool_chars=100", ("rollout.tool_chars: was 4000", "is 100 now")),
+    ],
+)
 def test_a_start_that_was_trained_by_another_recipe_is_not_used(
-    stretto: Run, tiny: Path, finished: Path, tmp_path: Path
+    stretto: Run, tiny: Path, finished: Path, tmp_path: Path, setting: str, words: tuple[str, ...]
 ) -> None:
     run = tmp_path / "run"
     shutil.copytree(finished / "sft", run / "sft")
-    result = stretto("rl", tiny, "--out", run, "--device", "cpu", "--set", "start.steps=26")
-    refused(result, "run: start.steps: was 25 when this run started, is 26 now", "new run folder")
+    refused(stretto("rl", tiny, "--out", run, "--device", "cpu", "--set", setting), *words)
+
+
+def _further(tiny: Path) -> RlRecipe:
+    """The recipe with a short ``[start]`` that trains the checkpoint of ``--model``."""
+    tree = tomllib.loads(tiny.read_text())
+    del tree["start"]["model"]
+    return read_recipe(tree, RlRecipe, ["start.steps=2"])
+
+
+def test_a_start_that_was_trained_from_another_model_is_not_used(
+    tiny: Path, finished: Path, served_run: Path, tmp_path: Path
+) -> None:
+    recipe, run = _further(tiny), tmp_path / "run"
+    start = made_start(recipe, run, finished / "sft", "cpu")
+    moved = shutil.copytree(finished / "sft", tmp_path / "moved")
+    assert made_start(recipe, run, moved, "cpu") == start
+    said = r"run: --model: was 'weights \w{12}' when this run started, is 'weights \w{12}' now; .* new run folder"
+    with pytest.raises(UserError, match=said):
+        made_start(recipe, run, served_run / "checkpoint", "cpu")
+
+
+def test_an_interrupted_start_goes_on_with_its_own_recipe_only(
+    tiny: Path, finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stop(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    recipe, run = _further(tiny), tmp_path / "run"
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr("stretto.post.sft.write_trained", stop)
+        made_start(recipe, run, finished / "sft", "cpu")
+    assert not (run / "sft").exists()
+    for setting, words in {
+        "start.noise=0.9": "start.noise: was 0.3 when this run started, is 0.9 now",
+        "start.learns_prompts=true": "start.learns_prompts: was False",
+        "rollout.tool_chars=100": "rollout.tool_chars: was 4000",
+        "sources.flip.args.length=4": "sources.flip.args.length: was 3",
+    }.items():
+        with pytest.raises(UserError, match=words):
+            made_start(read_recipe(recipe, RlRecipe, [setting]), run, finished / "sft", "cpu")
+    assert made_start(recipe, run, finished / "sft", "cpu") == run / "sft"
+
+
+def test_a_start_that_was_refused_leaves_no_record(tiny: Path, finished: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="describes a new network"):
+        made_start(read_recipe(tiny, RlRecipe), tmp_path / "run", finished / "sft", "cpu")
+    assert not list((tmp_path / "run").glob("*.json"))
 
 
 def test_r2_needs_several_updates(stretto: Run, tiny: Path, tmp_path: Path) -> None:
