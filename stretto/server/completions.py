@@ -242,7 +242,7 @@ class ChatAnswer(ChunkedAnswer):
             elif isinstance(piece, Call):
                 deltas.append({"tool_calls": [{"index": self._num_calls[index], **piece.body()}]})
                 self._num_calls[index] += 1
-            elif piece.strip() or not self._num_calls[index]:  # white space after a call is not content
+            else:
                 deltas.append({"content": piece})
         return deltas
 

@@ -281,7 +281,8 @@ class ResponseAnswer(Answer):
                 continue
             kind, text = ("reasoning", piece.text) if isinstance(piece, Thought) else ("message", piece)
             if kind != self._writing:
-                if not text.strip() and self._items:
+                text = text.lstrip() if self._items else text
+                if not text and self._items:
                     continue
                 yield from self._finish_item()
                 yield from self._begin(kind)

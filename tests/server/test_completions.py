@@ -179,6 +179,25 @@ def spelled(arguments: str) -> str:
     return re.escape(f'<tool_call>{{"name": "pick", "arguments": {arguments}}}</tool_call>').replace("/", "\\/")
 
 
+def test_white_space_of_an_answer_with_calls_is_the_same_in_a_stream(ask: Ask) -> None:
+    before, after = "I will pick.\n\n", "\n\ndef f(x):\n    return x  +  1\n\n\nDone."
+    regex = re.escape(before) + spelled('{"n": 1}') + re.escape(after)
+    fields = {"tools": [TOOL], "regex": regex, "max_tokens": 240}
+    content = chat(ask, **fields)["choices"][0]["message"]["content"]
+    assert content == before + after
+    deltas = [chunk["choices"][0]["delta"] for chunk in chunks(ask, **fields)]
+    assert "".join(delta.get("content") or "" for delta in deltas) == content
+    body = {"input": "x", "tools": [{"type": "function", **TOOL["function"]}], "regex": regex, "max_output_tokens": 240}
+    items = ask("POST", "/v1/responses", json=body).json()["output"]
+    texts = [item["content"][0]["text"] for item in items if item["type"] == "message"]
+    assert texts == [before.strip(), after.strip()]
+    lines = ask("POST", "/v1/responses", json={**body, "stream": True}).text.splitlines()
+    events = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+    done = [event["text"] for event in events if event["type"] == "response.output_text.done"]
+    parts = [event["delta"] for event in events if event["type"] == "response.output_text.delta"]
+    assert done == texts and "".join(parts) == "".join(texts)
+
+
 @pytest.mark.slow
 def test_an_answer_that_is_cut_says_so_and_tells_nothing_of_an_unfinished_call(ask: Ask, tokenizer: Tokenizer) -> None:
     fields = {"tools": [TOOL], "regex": spelled('{"n": 1}') * 2}

@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from pydantic import TypeAdapter
 from stretto.base.errors import UserError
 from stretto.engine.grammar import GrammarCompiler
 from stretto.server.calls.answers import AnswerReader, Said, read_answer
-from stretto.server.calls.dialect import Call, Piece, Think, Thought
+from stretto.server.calls.dialect import Call, Dialect, Piece, Think, Thought
 from stretto.server.calls.formats import DIALECTS
 from stretto.server.calls.recognise import dialect_of, think_of
 from stretto.server.messages import Message, PlainFormat, Prompts, ResponseFormat, SchemaFormat, Tool, tool_use
@@ -371,6 +372,7 @@ def test_calls_in_python_are_read_as_values_alone() -> None:
     assert read(text) == [("get-it", values), ("a.b", {"t": 'say "f(x)=1" ok'})]
     for text in ("f(1)", "f(x=g(1))", 'f(x=b"a")', "f(x={(1, 2): 3})", "f(x=1+2j)", "(f)(x=1)"):
         assert read(text) == []
+    assert read(f"f(x={'a' * 20000})") == []  # in linear time: with cubic time, this test does not end
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
@@ -433,9 +435,62 @@ def test_half_a_surrogate_pair_is_no_character(arguments: str) -> None:
 
 def test_nothing_is_held_back_that_cannot_be_a_call() -> None:
     reader = AnswerReader(DIALECTS[-1])
-    assert reader.push("a <tool") == ["a "]
-    assert reader.push("box") == ["<toolbox"]
+    assert reader.push("a <tool") == ["a"]
+    assert reader.push("box") == [" <toolbox"]
     assert AnswerReader().push("<tool_call>") == ["<tool_call>"]
+
+
+class Counting:
+    """A pattern that counts the characters that its searches read."""
+
+    def __init__(self, pattern: Any) -> None:
+        self._pattern, self.num_read = pattern, 0
+
+    def search(self, text: str, start: int = 0, **rest: Any) -> Any:
+        self.num_read += len(text) - start
+        return self._pattern.search(text, start, **rest)
+
+    def match(self, text: str, start: int = 0, **rest: Any) -> Any:
+        self.num_read += len(text) - start
+        return self._pattern.match(text, start, **rest)
+
+
+@pytest.mark.parametrize("before", ["", "Well.", "<think>Hm.</think>"])
+@pytest.mark.parametrize("dialect", DIALECTS, ids=lambda each: each.name)
+def test_the_time_for_white_space_is_linear(dialect: Dialect, before: str) -> None:
+    """A model that repeats line breaks would otherwise block all other requests."""
+    opening = Counting(dialect.open)
+    reader = AnswerReader(replace(dialect, open=opening), SCHEMAS, Think("<think>", "</think>"))
+    for text in [before, *["\n"] * 1000]:
+        reader.push(text)
+    assert opening.num_read < 1100
+    assert not begins_with_white_space(dialect.open)  # otherwise one search of a long run is quadratic
+
+
+def begins_with_white_space(mark: Any) -> bool:
+    return mark.search("\n", partial=True).start() == 0
+
+
+@pytest.mark.parametrize("dialect", DIALECTS, ids=lambda each: each.name)
+def test_an_opening_mark_that_may_go_on_is_short(dialect: Dialect) -> None:
+    marks = ["<tool_call>", "[", "{", "<|python_tag|>", " to=functions.f", " to=functions.f<|channel|>commentary"]
+    for text in (mark + each * 300 for mark in marks for each in "\na"):
+        mark = dialect.open.search(text, partial=True)
+        assert not mark.partial or mark.start() == len(text)
+
+
+def test_white_space_within_an_answer_is_kept_and_around_calls_removed() -> None:
+    for parts, content in (
+        (["Well.", "\n\n", CALL], "Well."),
+        ([CALL, "\n\n", "def f(x):\n", "    ", "return", " ", "x", "\n"], "def f(x):\n    return x"),
+        (["\n", CALL, "\n", CALL, "\n"], ""),
+        (["Well. ", CALL, "\n", "So."], "Well. \nSo."),
+        (["Well.", "\n"], "Well.\n"),
+    ):
+        reader = AnswerReader(DIALECTS[-1])
+        pieces = [piece for part in parts for piece in reader.push(part)] + reader.finish()
+        assert "".join(piece for piece in pieces if isinstance(piece, str)) == content
+        assert read_answer(AnswerReader(DIALECTS[-1]), "".join(parts)).content == content
 
 
 def test_values_without_quotes_are_of_the_kind_that_the_schema_says() -> None:
@@ -491,6 +546,7 @@ def test_a_checkpoint_may_declare_its_own_dialect() -> None:
     }
     template = TEMPLATES["qwen-coder"]
     dialect = dialect_of(template, declared)
+    assert not begins_with_white_space(dialect.open)
     text = written(template, SAID, "Well.")
     said = read_answer(AnswerReader(dialect, SCHEMAS, think_of(template, declared)), f"<mull>Hm.</mull>{text}")
     assert (said.reasoning, said.content, told(said)) == ("Hm.", "Well.", SAID) and dialect.call

@@ -14,7 +14,8 @@ from stretto.server.calls.json_text import parse_json
 
 
 class AnswerReader:
-    """Splits streamed text into content, reasoning and calls. Holds back text that may be the beginning of a mark."""
+    """Splits streamed text into content, reasoning and calls. Holds back text that may be the beginning of a mark, and white space that
+    may be around a call."""
 
     def __init__(
         self,
@@ -33,10 +34,12 @@ class AnswerReader:
         """
         self._dialect, self._schemas, self._calls_left = dialect, schemas or {}, max_calls
         marks = None if think is None else (regex.escape(think.open), regex.escape(think.close))
-        self._think = marks and (regex.compile(rf"\s*{marks[0]}\s?"), regex.compile(rf"\s?{marks[1]}\s*"))
+        self._think = marks and (regex.compile(rf"{marks[0]}\s?"), regex.compile(rf"\s?{marks[1]}"))
         self._is_thinking = is_thinking and think is not None
         self._may_think = not self._is_thinking  # only white space so far
-        self._is_first = True  # no content so far
+        self._after_thought = False  # white space that follows is no content
+        self._has_content = self._has_calls = False
+        self._blank = ""  # white space after the content, which is content only if more of it follows
         self._opened: Any = None  # match of the opening mark of the current call
         self._held = ""
         self._searched = 0  # place in the held text of a call where the search for the closing mark continues
@@ -53,10 +56,11 @@ class AnswerReader:
         halves = [pattern.search(self._held, partial=True) for pattern in marks if is_cut and self._opened is None]
         self._held = self._held[: min([half.start() for half in halves if half and half.partial], default=None)]
         found = self._read(is_last=True)
-        rest, opened = self._held, self._opened
-        self._held, self._opened = "", None
-        if opened is not None and not is_cut:
-            found.append(opened.group() + rest)
+        if self._opened is not None and not is_cut:
+            self._add_content(found, self._opened.group() + self._held)
+        if self._blank and not self._has_calls:
+            found.append(self._blank)
+        self._held, self._opened, self._blank = "", None, ""
         return found
 
     def _read(self, is_last: bool) -> list[Piece]:
@@ -72,52 +76,77 @@ class AnswerReader:
         if self._is_thinking:
             return self._take_thought(found, is_last)
         if self._may_think and self._think is not None:
-            mark = self._find(self._think[0], is_last, is_first=True)
+            mark = self._find_first(self._think[0], is_last)
             if mark is None:
                 return False
             self._may_think, self._is_thinking = False, bool(mark)
             if mark:
-                self._held = self._held[mark.end() :]
+                self._held, self._blank = self._held[mark.end() :], ""
             return True
         return self._take_content(found, is_last)
 
-    def _find(self, pattern: Pattern, is_last: bool, is_first: bool = False) -> Any:
+    def _find(self, pattern: Pattern, is_last: bool) -> Any:
         """The next match in the held text; False: there is none; None: more text is needed to decide."""
-        look = pattern.match if is_first else pattern.search
-        match = look(self._held, self._searched, partial=not is_last)
+        match = pattern.search(self._held, self._searched, partial=not is_last)
         if match is None:
             return False
         # A match at the end of the text may still grow by an optional part of the pattern.
         if is_last or not (match.partial or match.end() == len(self._held)):
             return match
-        self._searched = 0 if is_first else match.start()
+        self._searched = match.start()
         return None
+
+    def _find_first(self, pattern: Pattern, is_last: bool) -> Any:
+        """The match at the beginning of the held text, behind its white space; the results are those of `_find`."""
+        text = self._held.lstrip()
+        self._blank += self._held[: len(self._held) - len(text)]
+        self._held = text
+        match = pattern.match(text, partial=not is_last)
+        if match is None:
+            return False
+        return match if is_last or not (match.partial or match.end() == len(text)) else None
 
     def _take_thought(self, found: list[Piece], is_last: bool) -> bool:
         assert self._think is not None
         content, mark = self._split(self._think[1], is_last)
         if content:
             found.append(Thought(content))
-        self._is_thinking = not mark
+        self._is_thinking, self._after_thought = not mark, bool(mark)
         return bool(mark)
 
     def _take_content(self, found: list[Piece], is_last: bool) -> bool:
-        if self._dialect is None or (self._dialect.is_first and not self._is_first):
-            content, mark = self._held, None
-            self._held = ""
-        elif self._dialect.is_first:
-            mark = self._find(self._dialect.open, is_last, is_first=True)
+        if self._after_thought:
+            self._held = self._held.lstrip()
+            self._after_thought = not self._held
+        content, mark = self._held, None
+        if self._dialect is None or (self._dialect.is_first and self._has_content):  # no call can follow
+            if content := self._blank + content:
+                found.append(content)
+            self._held = self._blank = ""
+            return False
+        if self._dialect.is_first:
+            mark = self._find_first(self._dialect.open, is_last)
             if mark is None:
                 return False
-            content = "" if mark else self._held
-            self._held = self._held[mark.end() :] if mark else ""
+            content, self._held = ("", self._held[mark.end() :]) if mark else (self._held, "")
         else:
             content, mark = self._split(self._dialect.open, is_last)
-        if content:
-            found.append(content)
-            self._is_first = False
-        self._opened = mark if mark and not mark.groupdict().get("no") else None
+        self._add_content(found, content)
+        is_call = mark and not mark.groupdict().get("no")
+        if mark and not is_call and not self._dialect.frames:
+            self._blank = ""
+        self._opened = mark if is_call else None
         return bool(mark)
+
+    def _add_content(self, found: list[Piece], text: str) -> None:
+        """Add ``text`` without the white space at its end, and without that between calls and the first content."""
+        said = text.rstrip()
+        if not said:
+            self._blank += text
+            return
+        whole = self._blank + said
+        found.append(whole.lstrip() if self._has_calls and not self._has_content else whole)
+        self._has_content, self._blank = True, text[len(said) :]
 
     def _split(self, pattern: Pattern, is_last: bool) -> tuple[str, Any]:
         """Text before the next mark, and the mark if it is complete. Text that may begin a mark is held back."""
@@ -149,7 +178,7 @@ class AnswerReader:
             found += [_call(*each) for each in calls[: self._calls_left]]
             if self._calls_left is not None:
                 self._calls_left -= len(calls[: self._calls_left])
-            self._held, self._opened, self._searched, self._is_first = self._held[after:], None, 0, False
+            self._held, self._opened, self._searched, self._has_calls = self._held[after:], None, 0, True
             return True
 
 
@@ -177,9 +206,9 @@ class Said:
 
 
 def read_answer(reader: AnswerReader, text: str, is_cut: bool = False) -> Said:
-    """The parts of a whole answer. White space around calls is not content."""
+    """The parts of a whole answer."""
     pieces = [*reader.push(text), *reader.finish(is_cut)]
     calls = tuple(piece for piece in pieces if isinstance(piece, Call))
     content = "".join(piece for piece in pieces if isinstance(piece, str))
     reasoning = "".join(piece.text for piece in pieces if isinstance(piece, Thought))
-    return Said(content.strip() if calls else content, reasoning, calls)
+    return Said(content, reasoning, calls)

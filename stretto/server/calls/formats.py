@@ -50,7 +50,7 @@ def _json_sequence(body: str, groups: Mapping[str, str], schemas: Schemas) -> Fo
 
 def _named(head: str, tail: str = "", between: str | None = None) -> Read:
     """A parser of calls that consist of ``head``, which captures the name, the arguments as JSON, and ``tail``."""
-    form = regex.compile(rf"\s*{head}(?P<arguments>.*?){tail}\s*", regex.DOTALL)
+    form = regex.compile(rf"\s*+{head}(?P<arguments>.*){tail}\s*", regex.DOTALL)
 
     def read(body: str, groups: Mapping[str, str], schemas: Schemas) -> Found:
         matches = [form.fullmatch(part) for part in ([body] if between is None else body.split(between))]
@@ -64,7 +64,7 @@ def _named(head: str, tail: str = "", between: str | None = None) -> Read:
 def _tagged(head: str, pair: str) -> Read:
     """A parser of calls that consist of ``head``, which captures the name, and one ``pair`` for each argument, which captures its ``key``
     and ``value``."""
-    form, pairs = regex.compile(rf"\s*{head}", regex.DOTALL), regex.compile(rf"\s*{pair}\s*", regex.DOTALL)
+    form, pairs = regex.compile(rf"\s*+{head}", regex.DOTALL), regex.compile(rf"\s*{pair}\s*", regex.DOTALL)
 
     def read(body: str, groups: Mapping[str, str], schemas: Schemas) -> Found:
         match = form.match(body)
@@ -100,7 +100,7 @@ def typed(text: str, known: Sequence[Schema]) -> Any:
 
 _PARTS = regex.compile(
     r"""("{3}(?s:.*?)"{3}|'{3}(?s:.*?)'{3}|"(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*')"""
-    r"""|([^\s"'()\[\]{},:=]+)(?=\s*[(=])|(?<![\w.])(true|false|null)(?![\w.])"""
+    r"""|(?<![^\s"'()\[\]{},:=])([^\s"'()\[\]{},:=]++)(?=\s*[(=])|(?<![\w.])(true|false|null)(?![\w.])"""
 )
 """Strings, names of functions and keys, and JSON's constants, in calls in Python's syntax."""
 _CONSTANTS = {"true": "True", "false": "False", "null": "None"}
@@ -150,8 +150,10 @@ def _marks(open: str, close: str | None) -> tuple[Pattern, Pattern | None]:
     return regex.compile(open), None if close is None else regex.compile(close)
 
 
+# Parts of opening marks. Each token repeats the search of a mark that may go on, so all parts are short.
+_GAP, _NAME = r"\s{0,8}+", r"(?P<name>[\w.-]{1,256}+)"
 _JSON_CALL: Spelling = ('{"name": "', NAME, '", "arguments": ', ARGUMENTS, "}")
-_DEEPSEEK = _marks(r"<｜tool▁call▁begin｜>|(?P<no>\s*<｜tool▁calls▁(?:begin|end)｜>)", "<｜tool▁call▁end｜>")
+_DEEPSEEK = _marks(r"<｜tool▁call▁begin｜>|(?P<no><｜tool▁calls▁(?:begin|end)｜>)", "<｜tool▁call▁end｜>")
 HERMES = Dialect(
     "hermes",
     *_marks("<tool_call>", "</tool_call>"),
@@ -168,7 +170,7 @@ DIALECTS = (
     ),
     Dialect(  # Qwen3-Coder, Qwen 3.5, Nemotron 3
         "qwen-coder",
-        *_marks(r"(?:<tool_call>\s*)?<function=|(?P<no>\s*</tool_call>)", "</function>"),
+        *_marks(rf"(?:<tool_call>{_GAP})?<function=|(?P<no></tool_call>)", "</function>"),
         _tagged(r"(?P<name>[^>\n]+)>", r"<parameter=(?P<key>[^>\n]+)>\n?(?P<value>.*?)\n?</parameter>"),
         ("<tool_call>", SPACE, "<function=", NAME, ">", SPACE, ARGUMENTS, "</function>", SPACE, "</tool_call>"),
         ("<parameter=", KEY, ">", LINE, VALUE, LINE, "</parameter>", SPACE),
@@ -193,7 +195,7 @@ DIALECTS = (
     Dialect(  # Kimi K2 and K2.5
         "kimi-k2",
         *_marks(
-            r"<\|tool_call_begin\|>|(?P<no>\s*<\|tool_calls_section_(?:begin|end)\|>)",
+            r"<\|tool_call_begin\|>|(?P<no><\|tool_calls_section_(?:begin|end)\|>)",
             r"<\|tool_call_end\|>",
         ),
         _named(r"(?:functions\.)?(?P<name>[\w.-]+):\d+\s*<\|tool_call_argument_begin\|>"),
@@ -239,7 +241,7 @@ DIALECTS = (
     ),
     Dialect(  # Llama 3.2 (small) and 4
         "pythonic",
-        *_marks(r"\s*(?:<\|python_start\|>\s*)?(?P<lead>\[\s*[\w.-]+\()", None),
+        *_marks(rf"(?:<\|python_start\|>{_GAP})?(?P<lead>\[{_GAP}[\w.-]{{1,256}}+\()", None),
         _python_calls,
         (NAME, "(", ARGUMENTS, ")"),
         (KEY, "=", VALUE),
@@ -252,7 +254,7 @@ DIALECTS = (
     ),
     Dialect(  # Llama 3.1 to 3.3
         "llama",
-        *_marks(r'\s*(?:<\|python_tag\|>\s*)?(?P<lead>\{\s*"(?:name|type)")', None),
+        *_marks(rf'(?:<\|python_tag\|>{_GAP})?(?P<lead>\{{{_GAP}"(?:name|type)")', None),
         _json_sequence,
         ('{"name": "', NAME, '", "parameters": ', ARGUMENTS, "}"),
         between=("; ",),
@@ -261,8 +263,8 @@ DIALECTS = (
     Dialect(
         "gpt-oss",
         *_marks(
-            r"(?:<\|start\|>assistant)?(?:<\|channel\|>commentary)?\s*to=functions\.(?P<name>[\w.-]+)\s*"
-            r"(?:<\|channel\|>commentary)?\s*(?:<\|constrain\|>)?(?:json)?<\|message\|>"
+            rf"(?:<\|start\|>assistant{_GAP})?(?:<\|channel\|>commentary{_GAP})?to=functions\.{_NAME}{_GAP}"
+            rf"(?:<\|channel\|>commentary{_GAP})?(?:<\|constrain\|>)?(?:json)?<\|message\|>"
             r"|(?P<no><\|end\|>|(?:<\|start\|>assistant)?<\|channel\|>(?:final|commentary)<\|message\|>)",
             None,
         ),

@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+import regex
+
 from stretto.base.errors import UserError
 from stretto.server.calls.answers import AnswerReader, read_answer
 from stretto.server.calls.dialect import (
@@ -77,9 +79,10 @@ def _declared(response_template: Mapping[str, Any], known: Dialect | None) -> Di
             raise ValueError from error
         return [(name, _all_typed(tree, schemas.get(name, {}))) for name, tree in found]
 
+    opening = regex.compile(field.open_re.pattern.removeprefix(r"\s*"), field.open_re.flags)
     if known is None:
-        return Dialect("declared", field.open_re, field.close_re, read, ())
-    declared = replace(known, open=field.open_re, close=field.close_re, read=read, is_first=False)
+        return Dialect("declared", opening, field.close_re, read, ())
+    declared = replace(known, open=opening, close=field.close_re, read=read, is_first=False)
     reader = AnswerReader(declared)
     pieces = [*reader.push(_example(known)), *reader.finish()]
     is_spelt = [(each.name, each.arguments) for each in pieces if isinstance(each, Call)] == [("f", '{"a": "b"}')]
