@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -289,7 +289,7 @@ class Prompts:
             way = "declare it as response_template in its tokenizer_config.json, or leave them out"
             raise FieldError("tools", f"the format of tool calls in this model's chat template is not known; {way}")
         contents = Contents(self.tokenizer)
-        shortened = self.shortened([_turn(message, f"messages.{place}") for place, message in enumerate(messages)])
+        shortened = self.shortened([_turn(message) for message in messages])
         turns = [contents.hidden(turn) for turn in shortened]
         strict = {"function": {"strict"}}  # an instruction to the server, not to the model
         offered = [contents.hidden(tool.model_dump(exclude_none=True, exclude=strict)) for tool in tools]
@@ -397,9 +397,9 @@ def _check_length(field: str, least: int, max_len: int) -> None:
         raise FieldError(field, problem, CONTEXT_LENGTH)
 
 
-def _turn(message: Message, field: str) -> dict[str, Any]:
-    """A message as chat templates read it: content as one text, arguments of calls as objects. ``field``: the message's place
-    in the body, for errors."""
+def _turn(message: Message) -> dict[str, Any]:
+    """A message as chat templates read it: content as one text, arguments of calls as objects. Arguments that are no JSON object
+    stay text, so that a conversation can go on after such a call."""
     turn = message.model_dump(include={"role", "name", "tool_call_id", "reasoning_content"}, exclude_none=True)
     if message.role == "developer":
         turn["role"] = "system"
@@ -408,10 +408,9 @@ def _turn(message: Message, field: str) -> dict[str, Any]:
     for call in message.tool_calls or ():
         arguments = call.function.arguments
         if isinstance(arguments, str):
-            try:
-                arguments = parse_json(arguments or "{}")
-            except ValueError:
-                raise FieldError(f"{field}.tool_calls", "arguments are not JSON") from None
+            with suppress(ValueError):
+                tree = parse_json(arguments or "{}")
+                arguments = tree if isinstance(tree, dict) else arguments
         if isinstance(arguments, dict):
             arguments = Arguments(arguments)
         function = {"name": call.function.name, "arguments": arguments}

@@ -56,7 +56,7 @@ def written(template: str, calls: list[tuple[str, dict[str, Any]]], content: str
     trees = [{"id": "call_123456789", "function": {"name": name, "arguments": tree}} for name, tree in calls]
     asked = Message(role="user", content="Well?")
     answer = Message.model_validate({"role": "assistant", "content": content, "tool_calls": trees})
-    turns = [_turn(each, "messages") for each in (asked, answer)]
+    turns = [_turn(each) for each in (asked, answer)]
     before = render(template, turns[:1], add_generation_prompt=True)
     return render(template, turns).removeprefix(before).removesuffix("<|im_end|>\n")
 
@@ -410,7 +410,8 @@ def test_streamed_in_any_pieces_it_reads_the_same(name: str, data: st.DataObject
 
 @pytest.mark.parametrize(
     "text",
-    ["", "plain", "<tool_call>{", "<tool_call>not json</tool_call>", "<tool_cal", "a < b", '<tool_call>{"no": 1}</tool_call>'],
+    ["", "plain", "<tool_call>{", "<tool_call>not json</tool_call>", '<tool_call>{"name": "f", "arguments": {"a": 1e999}}</tool_call>',
+     "<tool_cal", "a < b", '<tool_call>{"no": 1}</tool_call>'],
 )  # fmt: skip
 def test_what_is_no_call_stays_text(text: str) -> None:
     assert read_answer(AnswerReader(DIALECTS[-1]), text) == Said(text, "", ())
@@ -424,6 +425,20 @@ def test_marks_in_arguments_and_white_space_between_calls() -> None:
 def test_arguments_written_as_a_string() -> None:
     text = '<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>'
     assert told(read_answer(AnswerReader(DIALECTS[-1]), text)) == [("f", {"a": 1})]
+
+
+@pytest.mark.parametrize("arguments", ["ls -la", "[1]"])
+@pytest.mark.parametrize("name", ["hermes", "deepseek", "mistral-11", "llama"])
+def test_a_template_gets_arguments_that_are_no_object_as_text(name: str, arguments: str) -> None:
+    call = {"id": "call00001", "function": {"name": "now", "arguments": arguments}}
+    turns = [{"role": "user", "content": "x"}, {"role": "assistant", "tool_calls": [call]}]
+    prompts = Prompts(tokenizer_of(TEMPLATES[name], False))
+    assert arguments in prompts.tokenizer.decode(prompts.chat([Message.model_validate(turn) for turn in turns]))
+
+
+def test_arguments_that_are_null_are_none() -> None:
+    text = '<tool_call>{"name": "f", "arguments": null}</tool_call>'
+    assert told(read_answer(AnswerReader(DIALECTS[-1]), text)) == [("f", {})]
 
 
 @pytest.mark.parametrize("arguments", ['{"a": "\\ud800"}', '"{\\"a\\": \\"\\\\ud800\\"}"'])

@@ -183,13 +183,13 @@ class AnswerReader:
 
 
 def _call(name: str, arguments: Any) -> Call:
-    """A call with a new id. Some models write the arguments as a string that contains JSON."""
+    """A call with a new id. Some models write the arguments as a string that contains JSON, or null for none."""
     if isinstance(arguments, str):
         try:
             arguments = parse_json(arguments)
         except ValueError:
             return Call(_call_id(), name, arguments)
-    return Call(_call_id(), name, json.dumps(arguments, ensure_ascii=False))
+    return Call(_call_id(), name, json.dumps({} if arguments is None else arguments, ensure_ascii=False))
 
 
 def _call_id() -> str:

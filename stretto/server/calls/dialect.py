@@ -55,7 +55,7 @@ class Call:
     id: str
     name: str
     arguments: str
-    """A JSON object as text."""
+    """What the model wrote: usually a JSON object, as text."""
 
     def body(self) -> dict[str, Any]:
         """OpenAI's form."""

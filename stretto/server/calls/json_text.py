@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from math import isinf
 from typing import Any
 
 import regex
@@ -23,12 +24,18 @@ def parse_json(text: str) -> Any:
 
 
 def strict_json(text: str) -> Any:
-    """``text`` as JSON. Raises ValueError for NaN and RecursionError for more than `MAX_DEPTH` nested lists and objects."""
+    """``text`` as JSON. Raises ValueError for NaN, infinities and numbers that become one, and RecursionError for more than `MAX_DEPTH`
+    nested lists and objects."""
 
     def refuse(name: str) -> None:
         raise ValueError(f"{name} is not JSON")
 
-    tree = json.loads(text, parse_constant=refuse)
+    def finite(number: str) -> float:
+        if isinf(value := float(number)):
+            raise ValueError(f"{number} is beyond the range of numbers")
+        return value
+
+    tree = json.loads(text, parse_constant=refuse, parse_float=finite)
     level = [tree]
     for _ in range(MAX_DEPTH):
         inner = (node.values() if isinstance(node, dict) else node for node in level if isinstance(node, dict | list))
