@@ -417,6 +417,23 @@ def test_what_is_no_call_stays_text(text: str) -> None:
     assert read_answer(AnswerReader(DIALECTS[-1]), text) == Said(text, "", ())
 
 
+@pytest.mark.parametrize(
+    ("text", "calls"),
+    [
+        ('{"name": "Alice", "age": 3}', []),
+        ('{"name": "Alice"}', []),
+        ('{"name": "now", "age": 3}', []),
+        ('{"name": "now"}', [("now", {})]),
+        ('{"type": "function", "name": "now"}', [("now", {})]),
+        ('{"type": "function", "function": {"name": "now", "parameters": {}}}', [("now", {})]),
+        ('{"name": "other", "parameters": {}}', [("other", {})]),
+    ],
+)
+def test_an_answer_in_json_is_no_call(text: str, calls: list[tuple[str, Any]]) -> None:
+    said = read_answer(AnswerReader(dialect_of(TEMPLATES["llama"]), SCHEMAS), text)
+    assert (told(said), said.content) == (calls, "" if calls else text)
+
+
 def test_marks_in_arguments_and_white_space_between_calls() -> None:
     said = read_answer(AnswerReader(DIALECTS[-1]), f"Let me see. {CALL}\n{CALL}")
     assert (said.content, told(said)) == ("Let me see.", [("add", {"a": 2, "s": "é </tool_call> {"})] * 2)
@@ -588,6 +605,28 @@ def test_grammars_are_what_the_library_reads(name: str, form: dict | None, paral
     assert grammar is not None and grammar.kind == "lark"
     compiler_of(TEMPLATES[name], True).compile(grammar)
     assert LLMatcher.validate_grammar(LLMatcher.grammar_from_lark(grammar.text)) in ("", None) or "<[" in grammar.text
+
+
+@pytest.mark.parametrize("special", [False, True])
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_a_model_may_call_a_tool_or_answer_in_the_format(name: str, special: bool) -> None:
+    tokenizer = tokenizer_of(TEMPLATES[name], special)
+    prompts, tools = Prompts(tokenizer), tool_use(TOOLS, "auto")
+    person = schema({"name": {"type": "string"}, "age": NUMBER}, additionalProperties=False)
+    right = [
+        '{"name": "Alice", "age": 3}',
+        '{"name": "get_weather", "age": 3}',
+        *(written(TEMPLATES[name], SAID[:num]) for num in (1, 2)),
+    ]
+    wrong = ['{"name": "Alice"}', '{"age": 3}', written(TEMPLATES[name], [("get_wether", {"city": "a", "days": 1})])]
+    for form, texts in ((person, right), ({"type": "object"}, [*right, '{"a": {"name": 1}}', "{}"])):
+        shape = SchemaFormat.model_validate({"type": "json_schema", "json_schema": {"schema": form}})
+        grammar = prompts.grammar(tools, shape, parallel=True)
+        assert grammar is not None
+        for text in (*texts, *(wrong if form is person else [])):
+            state = compiler_of(TEMPLATES[name], special).compile(grammar)
+            is_taken = all(state.accept(token) for token in [*tokenizer.encode_rendered(text), tokenizer.eos_id])
+            assert is_taken is (text in texts), text
 
 
 @pytest.mark.parametrize("special", [False, True])

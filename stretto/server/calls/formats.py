@@ -43,9 +43,15 @@ def _json_calls(body: str, groups: Mapping[str, str], schemas: Schemas) -> Found
 
 
 def _json_sequence(body: str, groups: Mapping[str, str], schemas: Schemas) -> Found:
-    """Calls that are separated by semicolons."""
-    parts = regex.split(r"(?<=\})\s*;\s*(?=\{)", groups.get("lead", "") + body)
-    return [call for part in parts for call in _json_calls(part, {}, schemas)]
+    """Calls that are separated by semicolons. The format has no mark, so an object without arguments is a call only if it consists of the
+    name of a tool; otherwise it is an answer in JSON."""
+    trees = [parse_json(part) for part in regex.split(r"(?<=\})\s*;\s*(?=\{)", groups.get("lead", "") + body)]
+    calls = tree_calls(trees)
+    for tree, (name, _) in zip(trees, calls, strict=True):
+        keys = tree.get("function", tree).keys()
+        if not keys & {"arguments", "parameters"} and (keys - {"name", "type"} or name not in schemas):
+            raise ValueError("no call")
+    return calls
 
 
 def _named(head: str, tail: str = "", between: str | None = None) -> Read:

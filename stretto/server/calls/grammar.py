@@ -157,8 +157,12 @@ def _json_rule(schema: Mapping[str, Any]) -> str:
 
 def _call_rules(dialect: Dialect, name: str, schema: Schema, spell: _Speller, number: str) -> Iterator[str]:
     """Rules for a call of the tool ``name``."""
-    arguments = f"arguments{number}"
-    yield f"call{number}: {spell(dialect.call, {NAME: _quoted(name), ARGUMENTS: arguments})}"
+    arguments, call = f"arguments{number}", dialect.call
+    if dialect.is_first and not dialect.argument:
+        # The call is JSON, and so may an answer be. llguidance takes the longest literal that fits, so those of both must be equally long.
+        head = "".join(name if part is NAME else str(part) for part in call[: call.index(ARGUMENTS)])
+        call = (*filter(None, regex.split(r'("[^"]*"|[{}])', head)), *call[call.index(ARGUMENTS) :])
+    yield f"call{number}: {spell(call, {NAME: _quoted(name), ARGUMENTS: arguments})}"
     if not dialect.argument:
         yield f"{arguments}: {_json_rule({'type': 'object', **schema})}"
         return
