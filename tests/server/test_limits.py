@@ -73,7 +73,6 @@ def test_the_gate_counts_and_closes() -> None:
     [
         (b'{"a": "\xff"}', "not UTF-8: byte 7 is 0xff"),
         (b'{"a": NaN}', "NaN is not JSON"),
-        (b'{"a": 1e999}', "1e999 is beyond the range of numbers"),
         (b'{"a": "\\ud800"}', "surrogate"),
         (b"[" * 200_000, "nested more than 128 levels deep"),
         (b"[" * 129 + b"]" * 129, "nested more than 128 levels deep"),

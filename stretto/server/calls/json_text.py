@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from math import isinf
 from typing import Any
 
 import regex
@@ -14,28 +13,23 @@ _SURROGATE = regex.compile("[\ud800-\udfff]")
 
 
 def parse_json(text: str) -> Any:
-    """``text`` as JSON. Raises ValueError for anything else, NaN included. Lone surrogates, which no answer can contain, are replaced."""
+    """``text`` as JSON. Raises ValueError for anything else, and for NaN and numbers beyond the range of floats.
+    Lone surrogates, which no answer can contain, are replaced."""
     try:
         tree = strict_json(text)
-        spelt = json.dumps(tree, ensure_ascii=False)
+        spelt = json.dumps(tree, ensure_ascii=False, allow_nan=False)
         return json.loads(_SURROGATE.sub("\ufffd", spelt)) if _SURROGATE.search(spelt) else tree
     except RecursionError:
         raise ValueError("too deep") from None
 
 
 def strict_json(text: str) -> Any:
-    """``text`` as JSON. Raises ValueError for NaN, infinities and numbers that become one, and RecursionError for more than `MAX_DEPTH`
-    nested lists and objects."""
+    """``text`` as JSON. Raises ValueError for NaN and RecursionError for more than `MAX_DEPTH` nested lists and objects."""
 
     def refuse(name: str) -> None:
         raise ValueError(f"{name} is not JSON")
 
-    def finite(number: str) -> float:
-        if isinf(value := float(number)):
-            raise ValueError(f"{number} is beyond the range of numbers")
-        return value
-
-    tree = json.loads(text, parse_constant=refuse, parse_float=finite)
+    tree = json.loads(text, parse_constant=refuse)
     level = [tree]
     for _ in range(MAX_DEPTH):
         inner = (node.values() if isinstance(node, dict) else node for node in level if isinstance(node, dict | list))
