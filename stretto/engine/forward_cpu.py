@@ -19,7 +19,7 @@ from stretto.engine.sequence import Chunk, SubnetTable
 from stretto.model.attention import Attention, rotary_frequencies
 from stretto.model.spec import ModelConfig, Subnet
 from stretto.model.transformer import Block, SwiGlu, Transformer
-from stretto.ops.int_weights import IntWeight
+from stretto.ops.int_weights import SCALE_DTYPE, IntWeight
 from stretto.ops.native import INT_GROUP, MAX_GROUP, MAX_TOP_K, PANEL, Decoder, Network, Panels
 from stretto.ops.operators import rotary_tables
 
@@ -43,9 +43,10 @@ Integers = Mapping[str, IntWeight | Panels]
 
 
 def fits_kernels(name: str, weight: IntWeight) -> bool:
-    """Whether there are kernels for the integer weight ``name``: groups of 32, and matrices that begin at a panel of rows."""
+    """Whether there are kernels for the integer weight ``name``: groups of 32, fp16 scales, and matrices that begin at a panel of rows."""
     rows = weight.codes.shape[-2] // (2 if name.removesuffix(".weight").endswith("gate_up") else 1)
-    return weight.group == INT_GROUP and (name == "head.weight" or rows % PANEL == 0)
+    is_read = weight.group == INT_GROUP and weight.scales.dtype == SCALE_DTYPE
+    return is_read and (name == "head.weight" or rows % PANEL == 0)
 
 
 def in_panels(integers: Integers) -> dict[str, Panels]:

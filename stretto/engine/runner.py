@@ -175,7 +175,8 @@ class Runner:
                 self._max_native_tokens = None
             if num_rest := len(integers) - len(self.panels):
                 _log.warning(
-                    "%d of %d integer weights are dequantised, which is slower: the kernels multiply groups of %d inputs, and rows in panels of %d.",
+                    "%d of %d integer weights are dequantised, which is slower: the kernels multiply groups of %d inputs with scales in fp16, "
+                    "and rows in panels of %d.",
                     *(num_rest, len(integers), INT_GROUP, PANEL),
                 )
             if self.panels and not library.handle.stretto_has_int_dot():

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from stretto.model.families.quantisation import Quantisation
 from stretto.model.headers import damaged
-from stretto.ops.int_weights import BITS, IntWeight, unpack
+from stretto.ops.int_weights import BITS, SCALE_DTYPE, IntWeight, unpack
 
 _FP8 = torch.float8_e4m3fn
 _NAN_BITS = 0x7F0
@@ -128,14 +128,14 @@ class Dequantised:
         zeros_FJ = None
         if (stored := name + ZEROS) in self._inner.names:
             zeros_FJ = unpack(self._inner.raw(stored).mT, bits).mT[: shape[0]].contiguous()
-        return IntWeight(unpack(codes_FP, bits), self._inner.raw(name + SCALES), zeros_FJ, bits)
+        return IntWeight(unpack(codes_FP, bits), self._int_scales(name), zeros_FJ, bits)
 
     def has_integers(self, name: str) -> bool:
         """Whether the weight ``name`` is stored as integers."""
         return self._how.is_packed and name in self._packed
 
     def int_form(self, name: str, shape: tuple[int, ...]) -> IntWeight | None:
-        """As `int_weight`, on the meta device: nothing but headers is read."""
+        """As `int_weight`, on the meta device: nothing but headers is read, and scales that are not stored in fp16."""
         if not self.has_integers(name):
             return None
         self.check(name, shape)
@@ -144,7 +144,15 @@ class Dequantised:
         has_zeros = name + ZEROS in self._inner.names
         zeros_FJ = torch.empty(grouped, dtype=torch.int8, device="meta") if has_zeros else None
         codes_FD = torch.empty(shape, dtype=torch.int8, device="meta")
-        return IntWeight(codes_FD, torch.empty(grouped, dtype=dtype, device="meta"), zeros_FJ, bits)
+        is_half = dtype == SCALE_DTYPE
+        scales_FJ = torch.empty(grouped, dtype=dtype, device="meta") if is_half else self._int_scales(name).to("meta")
+        return IntWeight(codes_FD, scales_FJ, zeros_FJ, bits)
+
+    def _int_scales(self, name: str) -> Tensor:
+        """The scales of an integer weight in fp16, as kernels read them; as they are stored if fp16 would round one of them."""
+        stored_FJ = self._inner.raw(name + SCALES)
+        half_FJ = stored_FJ.to(SCALE_DTYPE)
+        return half_FJ if torch.equal(half_FJ.float(), stored_FJ.float()) else stored_FJ
 
     def _check_int(self, name: str, shape: tuple[int, ...]) -> None:
         """The number of bits follows from the shape of the codes, the size of a group from that of the scales."""

@@ -50,7 +50,7 @@ class IntWeight:
     codes: Tensor
     """int8 […, F, D]."""
     scales: Tensor
-    """fp16 […, F, J]."""
+    """[…, F, J], fp16; in another dtype if another software's scales are not numbers in fp16."""
     zeros: Tensor | None
     """int8 […, F, J]; None: all are 0."""
     bits: int

@@ -23,6 +23,7 @@ from stretto.engine.loading import open_engine
 from stretto.engine.request import Completion, EngineConfig, Phases, Request, Sampling
 from stretto.engine.runner import MAX_NATIVE_TOKENS
 from stretto.model.checkpoint import integer_forms, read_checkpoint, read_integers, write_checkpoint
+from stretto.model.quantised import SCALES
 from stretto.model.spec import ModelConfig, Subnet, SubnetChoice
 from stretto.model.transformer import Context, Transformer
 from stretto.model.weight_files import TensorFiles
@@ -32,6 +33,7 @@ from stretto.ops.native import Library, Panels
 from stretto.ops.operators import Operators, Routes, Weight
 from stretto.post.quantise import round_to_nearest, schemes_of
 from tests.engine.engines import network
+from tests.model.checkpoints import edit_tensors
 
 CONFIG = ModelConfig(
     vocab_size=288, hidden_size=64, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=16, num_experts=6, top_k=2,
@@ -176,6 +178,45 @@ def test_a_quantised_folder_is_opened_with_its_integers(library: Library, tmp_pa
         tmp_path / "c", settings, with_tokenizer=False, library=Library(None, "left out by this test")
     )
     assert torch_only.engine.stats().kernels["weights"] == "int4 and int8, dequantised"
+
+
+def test_scales_in_other_types_give_the_values_that_are_stored(library: Library, tmp_path: Path) -> None:
+    """Scales in bf16, as other software stores them for a model in bf16, are mostly numbers in fp16 too; in fp32 they are not."""
+    model, integers = rounded(PLANS["int4, head int8"])
+    settings = EngineConfig(num_pages=60, page_size=4, fast_prefill=False)
+
+    def answers(
+        dtype: torch.dtype, library: Library, change: Callable[[Tensor], Tensor]
+    ) -> tuple[str, list[Completion]]:
+        def store(tensors: dict[str, Tensor]) -> None:
+            scales = {name: change(tensors[name].bfloat16().float()) for name in tensors if name.endswith(SCALES)}
+            tensors |= {name: scale.to(dtype) for name, scale in scales.items()}
+
+        folder = tmp_path / f"c{len(list(tmp_path.iterdir()))}"
+        write_checkpoint(folder, model, CONFIG, integers=integers)
+        edit_tensors(folder / "model.safetensors", store)
+        engine = open_engine(folder, settings, with_tokenizer=False, library=library).engine
+        return engine.stats().kernels["weights"], engine.generate(asked())
+
+    def same(scale: Tensor) -> Tensor:
+        return scale
+
+    def tiny(scale: Tensor) -> Tensor:
+        """fp16 rounds the first scale."""
+        return scale.flatten().index_fill(0, torch.tensor([0]), 1.0078125 * 2**-20).view(scale.shape)
+
+    kernels, meant = answers(torch.float16, library, same)
+    assert kernels == "int4 and int8 in native steps"
+    kernels, found = answers(torch.bfloat16, library, same)
+    assert kernels == "int4 and int8 in native steps"
+    for one, other in zip(meant, found, strict=True):
+        assert one.tokens == other.tokens and np.array_equal(one.logprobs, other.logprobs)
+    torch_only = Library(None, "left out by this test")
+    for dtype, change in ((torch.float32, lambda scale: scale * 1.0001), (torch.bfloat16, tiny)):
+        kernels, found = answers(dtype, library, change)
+        assert kernels == "int4 and int8, dequantised"
+        for one, other in zip(answers(dtype, torch_only, change)[1], found, strict=True):
+            assert (torch.tensor(one.logprobs) - torch.tensor(other.logprobs)).abs().max() < 1e-4
 
 
 def test_no_more_than_one_weight_is_read_before_it_is_repacked(

@@ -33,7 +33,7 @@ from torch import Tensor
 
 from stretto.base.errors import UserError
 from stretto.base.track import progress, wide_console
-from stretto.ops.int_weights import IntWeight, unsigned_codes
+from stretto.ops.int_weights import SCALE_DTYPE, IntWeight, unsigned_codes
 
 SOURCES = Path(__file__).parent
 DECODING, TRAINING = "decode.cpp", "train.cpp"
@@ -222,8 +222,10 @@ class Panels:
 
     @staticmethod
     def of(weight: IntWeight) -> Panels:
-        """``weight`` […, F, D], whose leading dims are rows too. Its group must be `INT_GROUP`."""
-        assert weight.group == INT_GROUP, f"groups of {weight.group}"
+        """``weight`` […, F, D], whose leading dims are rows too. Its group must be `INT_GROUP`, its scales fp16."""
+        assert weight.group == INT_GROUP and weight.scales.dtype == SCALE_DTYPE, (
+            f"{weight.group}, {weight.scales.dtype}"
+        )
         codes_RD, scales_RJ = weight.codes.flatten(0, -2), weight.scales.flatten(0, -2)
         rest = -len(codes_RD) % PANEL
         unsigned_RD = F.pad(unsigned_codes(codes_RD, weight.bits), (0, 0, 0, rest))
