@@ -128,6 +128,24 @@ def exp(x: Tensor) -> Tensor:
     return torch.where(x < -87.0, 0.0, y * scale)
 
 
+def wide_sigmoid(x: Tensor) -> Tensor:
+    """1 / (1 + e^−x) in fp64, within a few units in the last place; |x| above 708 counts as 708.
+
+    Algorithm of Cephes' exp: −x = n·ln 2 + r, and a rational function for e^r.
+    """
+    negative = -x.double().clamp(-708.0, 708.0)
+    n = torch.round(negative * 1.4426950408889634074)
+    r = negative - n * 0.693145751953125
+    r = r - n * 1.42860682030941723212e-6
+    square = r * r
+    above = square * 1.26177193074810590878e-4 + 3.02994407707441961300e-2
+    above = r * (above * square + 9.99999999999999999910e-1)
+    below = square * 3.00198505138664455042e-6 + 2.52448340349684104192e-3
+    below = (below * square + 2.27265548208155028766e-1) * square + 2.0
+    y = above / (below - above) * 2.0 + 1.0
+    return 1.0 / (1.0 + y * ((n.long() + 1023) << 52).view(torch.float64))
+
+
 def rms_norm(x_D: Tensor, weight_D: Tensor, eps: float) -> Tensor:
     """`stretto.ops.operators.rms_norm` in fp32."""
 

@@ -220,6 +220,9 @@ class InvariantOperators(ArithmeticOperators):
     def router_scores(self, logits_NE: Tensor, softmax: bool) -> Tensor:
         return exact.softmax(logits_NE) if softmax else exact.sigmoid(logits_NE)
 
+    def wide_sigmoid(self, logits_NE: Tensor) -> Tensor:
+        return exact.wide_sigmoid(logits_NE.detach())
+
     def highest(self, choice_NE: Tensor, top_k: int) -> Tensor:
         return exact.top_k(choice_NE, top_k)
 

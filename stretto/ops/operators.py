@@ -247,6 +247,10 @@ class Operators:
         """Softmax or sigmoid scores of all experts, fp32 [N, E]."""
         return logits_NE.softmax(-1) if softmax else logits_NE.sigmoid()
 
+    def wide_sigmoid(self, logits_NE: Tensor) -> Tensor:
+        """Sigmoid in fp64 [N, E], without gradient."""
+        return logits_NE.detach().double().sigmoid_()
+
     def highest(self, choice_NE: Tensor, top_k: int) -> Tensor:
         """Experts with the ``top_k`` highest scores [N, K], in falling order; torch decides between equal scores."""
         return choice_NE.topk(top_k, dim=-1).indices
@@ -301,7 +305,7 @@ def route(
     scores_NE = operators.router_scores(logits_NE, softmax)
     is_absent_NK = None
     with torch.no_grad():
-        choice_NE = selection(logits_NE, scores_NE, bias_NE, softmax)
+        choice_NE = selection(logits_NE, scores_NE, bias_NE, softmax, operators)
         if allowed_NE is not None:  # a masked score is 0, and a negative bias could bring allowed experts below it
             choice_NE = choice_NE.masked_fill(~allowed_NE, MASKED)
         if groups[0] > 1:
@@ -319,14 +323,16 @@ def route(
     return Routes(chosen_NK, gates_NK * scaling if scaling != 1.0 else gates_NK)
 
 
-def selection(logits_NE: Tensor, scores_NE: Tensor, bias_NE: Tensor | None, softmax: bool) -> Tensor:
+def selection(
+    logits_NE: Tensor, scores_NE: Tensor, bias_NE: Tensor | None, softmax: bool, operators: Operators
+) -> Tensor:
     """Selection scores [N, E]: score + bias; a sigmoid is computed in fp64.
 
     Router logits of an upcycled network (`stretto.model.upcycle`) differ by about 1e-5 around a score of ½, a range in which fp32
     has only about a hundred values. In fp32 there would be ties, decided by the rounding of a product with that many experts.
     """
     if not softmax:
-        scores_NE = logits_NE.double().sigmoid_()
+        scores_NE = operators.wide_sigmoid(logits_NE)
     return scores_NE if bias_NE is None else scores_NE + bias_NE
 
 

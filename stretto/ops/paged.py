@@ -264,7 +264,7 @@ def route_tokens(
     if rule.mask is not None:
         logits_NE = logits_NE + rule.mask
     scores_NE = operators.router_scores(logits_NE, rule.softmax)
-    choice_NE = selection(logits_NE, scores_NE, rule.bias, rule.softmax)
+    choice_NE = selection(logits_NE, scores_NE, rule.bias, rule.softmax, operators)
     if rule.groups[0] > 1:
         choice_NE = in_best_groups(choice_NE, *rule.groups, operators)
     chosen_NK = operators.highest(choice_NE, rule.top_k)

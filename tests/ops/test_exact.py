@@ -10,7 +10,8 @@ from torch import Tensor
 
 from stretto.ops import exact, grouped
 from stretto.ops.grouped import Clamp
-from stretto.ops.operators import attention_reference, rms_norm_reference, rotary_tables
+from stretto.ops.matmul import Arithmetic
+from stretto.ops.operators import attention_reference, rms_norm_reference, rotary_tables, route
 
 
 def rand(*shape: int, seed: int = 0, spread: float = 0.0) -> Tensor:
@@ -107,6 +108,27 @@ def test_elementwise_functions_are_the_ordinary_ones_within_fp32() -> None:
     both = exact.rotary_tables(50, frequencies, 1.5), rotary_tables(torch.arange(50), frequencies, 1.5)
     for ours, theirs in zip(*both, strict=True):
         assert torch.allclose(ours, theirs, atol=5e-6)  # of angles up to 50, which fp32 rounds to 2^-18
+
+
+@pytest.mark.parametrize("softmax", [False, True])
+@pytest.mark.parametrize("num_experts", [2, 5, 6])
+def test_of_equal_logits_the_lower_ids_are_chosen_in_any_batch(softmax: bool, num_experts: int) -> None:
+    """Torch computes the last elements of a tensor with another exp than the others."""
+    operators = Arithmetic("fp32", True).operators
+    logits_NE = torch.linspace(-40.0, 40.0, 300)[:, None].expand(-1, num_experts)
+    for size in range(1, 10):
+        for part_NE in logits_NE.split(size):
+            chosen = route(part_NE, None, None, 2, softmax=softmax, normalize=True, scaling=1.0, operators=operators)
+            assert chosen.chosen_NK.tolist() == [[0, 1]] * len(part_NE)
+
+
+def test_the_wide_sigmoid_is_torchs_within_fp64() -> None:
+    x = torch.linspace(-700.0, 700.0, 100_001, dtype=torch.float64)
+    true = x.sigmoid()
+    assert ((exact.wide_sigmoid(x) - true).abs() <= 4 * 2**-53 * true).all()
+    ends = torch.tensor([-torch.inf, -1e9, 0.0, 1e9, torch.inf])
+    assert torch.allclose(exact.wide_sigmoid(ends), ends.double().sigmoid(), rtol=0.0, atol=1e-300)
+    assert exact.wide_sigmoid(torch.tensor([torch.nan])).isnan()
 
 
 def test_of_equal_scores_the_lower_id_is_chosen() -> None:
