@@ -67,8 +67,10 @@ class Fp8Weight:
 
 
 def scale_of(largest: Tensor) -> Tensor:
-    """Scale for a block's largest magnitude, fp32; 1 for a block of zeros."""
-    return torch.where(largest > 0, largest.float() / LARGEST, 1.0)
+    """Scale for a block's largest magnitude, fp32; 1 for a block of zeros, and of numbers so small that their scale would be 0. A block
+    with NaN has the scale NaN."""
+    scale = largest.float() / LARGEST
+    return torch.where(scale == 0, 1.0, scale)
 
 
 def quantise_rows(x_ND: Tensor) -> Fp8Rows:

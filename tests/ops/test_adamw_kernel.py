@@ -68,6 +68,21 @@ def test_the_kernel_makes_the_same_update(moments: Moments, kind: str) -> None:
         assert (difference > 1e-6).float().mean() <= 2e-3, name
 
 
+@pytest.mark.parametrize("kind", ["split", "bf16"])
+@pytest.mark.parametrize("bits", [0x7FC00000, 0x7FFFFFFF, -1])
+def test_weights_and_moments_in_bf16_stay_nan(bits: int, kind: str) -> None:
+    """CUDA's arithmetic returns 0x7fffffff, to which rounding would carry beyond the sign."""
+    weight, state = states("bf16", kind)
+    gradient = random(1)
+    gradient.view(torch.int32)[0, 0, 3] = bits
+    update(
+        *(weight.data, low_part(weight), gradient, state), lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, step=1, key=0, scale=None,
+        norm=None, block=BLOCK,
+    )  # fmt: skip
+    for changed in (master(weight), state["exp_avg"], state["exp_avg_sq"]):
+        assert changed.isnan().sum() == 1 and changed.view(SHAPE)[0, 0, 3].isnan()
+
+
 def test_the_kernel_skips_a_gradient_that_is_not_finite() -> None:
     weight, state = states("int8", "split")
     before, kept = master(weight), {name: tensor.clone() for name, tensor in state.items()}

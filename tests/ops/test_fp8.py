@@ -44,6 +44,10 @@ def test_each_block_has_a_scale_of_its_own_from_its_largest_entry() -> None:
     assert rows.bytes_ND.float().abs().amax() == 448
     nothing = quantise_rows(torch.zeros(2, 128))
     assert torch.equal(nothing.dequantise(), torch.zeros(2, 128))
+    tiny = torch.zeros(128, 128)
+    tiny[3, 5] = 1e-44
+    for quantised in (quantise_rows(tiny), quantise_weight(tiny)):
+        assert torch.equal(quantised.dequantise(), torch.zeros(128, 128)), "a scale of 0 would make NaN of the zeros"
 
 
 def test_the_emulation_is_the_product_of_the_dequantised_operands() -> None:

@@ -45,6 +45,30 @@ def test_the_kernel_quantises_to_the_same_numbers(is_transposed: bool) -> None:
     assert torch.equal(scale_EN, wanted.scale_N) and torch.equal(bytes_END.float(), wanted.bytes_ND.float())
 
 
+@pytest.mark.parametrize("bits", [0x7FC00000, 0x7FFFFFFF, -1])
+def test_nan_stays_nan(bits: int) -> None:
+    """CUDA's arithmetic returns 0x7fffffff, to which rounding would carry beyond the sign."""
+    pytest.importorskip("triton")
+    from stretto.ops.kernels.quantise_rows import quantise_rows
+
+    x_END = _random(1, 2, 90).float()
+    x_END.view(torch.int32)[0, 1, 7] = bits
+    for bytes_END, scale_EN in (quantise_rows(x_END), ((rows := Rows.of(x_END)).bytes_ND, rows.scale_N)):
+        is_nan_ND = (bytes_END.float() * scale_EN[..., None]).isnan()[0]
+        assert is_nan_ND[1, 7] and not is_nan_ND[0].any()
+
+
+def test_numbers_whose_scale_would_be_0_become_0() -> None:
+    pytest.importorskip("triton")
+    from stretto.ops.kernels.quantise_rows import quantise_rows
+
+    x_END = torch.zeros(1, 2, 128)
+    x_END[0, 0, 5], x_END[0, 1] = 1e-44, 1.0
+    for bytes_END, scale_EN in (quantise_rows(x_END), ((rows := Rows.of(x_END)).bytes_ND, rows.scale_N)):
+        assert torch.equal(scale_EN, torch.tensor([[1.0, torch.tensor(1.0) / 448]]))
+        assert torch.equal(bytes_END.float(), torch.stack([torch.zeros(128), torch.full((128,), 448.0)])[None])
+
+
 def test_products_and_gradients_are_those_of_the_quantised_operands() -> None:
     x_ND, weight_FD = (each.requires_grad_() for each in (_random(N, D), _random(F_OUT, D, seed=1)))
     grad_NF = _random(N, F_OUT, seed=2)

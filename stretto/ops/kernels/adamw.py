@@ -65,10 +65,16 @@ def update(
 
 
 @triton.jit
+def _bits(x):
+    """The bits of fp32 numbers. NaN has bits that stay NaN when a rounding is added; CUDA's own, 0x7fffffff, would become −0."""
+    return tl.where(x == x, x.to(tl.int32, bitcast=True), 0x7FC00000)
+
+
+@triton.jit
 def _nearest(x, ptr):
     """``x`` in the dtype of ``ptr``. Triton's interpreter would cut bf16 off in place of rounding it."""
     if ptr.dtype.element_ty == tl.bfloat16:
-        bits = x.to(tl.int32, bitcast=True)
+        bits = _bits(x)
         return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
     return x.to(ptr.dtype.element_ty)
 
@@ -122,7 +128,7 @@ def _update(
     tl.store(first_ptr + at_BX, _nearest(first_BX, first_ptr), here_BX)
     tl.store(second_ptr + at_BX, _nearest(second_BX, second_ptr), here_BX)
 
-    bits_BX = weight_BX.to(tl.int32, bitcast=True)
+    bits_BX = _bits(weight_BX)
     if IS_SPLIT:
         low_BX = bits_BX.to(tl.int16)
         tl.store(low_ptr + at_BX, low_BX, here_BX)

@@ -36,13 +36,16 @@ def _quantise(
     rows_N = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     is_row_N = rows_N < N
     x_ptr_N = x_ptr + e * stride_e + rows_N * stride_n
-    largest_N = tl.zeros((BLOCK_N,), tl.float32)
+    largest_N = tl.zeros(
+        (BLOCK_N,), tl.int32
+    )  # bits of magnitudes: their order is that of the numbers, and NaN is the largest
     for start in range(0, D, BLOCK_D):
         columns_D = start + tl.arange(0, BLOCK_D)
         mask_ND = is_row_N[:, None] & (columns_D < D)[None, :]
         x_ND = tl.load(x_ptr_N[:, None] + columns_D[None, :] * stride_d, mask=mask_ND, other=0.0).to(tl.float32)
-        largest_N = tl.maximum(largest_N, tl.max(tl.abs(x_ND), 1))
-    scale_N = tl.where(largest_N > 0, tl.div_rn(largest_N, _LARGEST), 1.0)
+        largest_N = tl.maximum(largest_N, tl.max(x_ND.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1))
+    scale_N = tl.div_rn(largest_N.to(tl.float32, bitcast=True), _LARGEST)
+    scale_N = tl.where(scale_N == 0, 1.0, scale_N)
     tl.store(scale_ptr + e * N + rows_N, scale_N, mask=is_row_N)
     for start in range(0, D, BLOCK_D):  # from the cache
         columns_D = start + tl.arange(0, BLOCK_D)
@@ -55,7 +58,8 @@ def _quantise(
 
 @triton.jit
 def _rounded(x):
-    """``x`` rounded to the nearest number of E4M3, in fp32, ties to even; Triton's interpreter converts such numbers only correctly."""
+    """``x`` rounded to the nearest number of E4M3, in fp32, ties to even; Triton's interpreter converts such numbers only correctly.
+    NaN becomes any number: the scale of its row is NaN."""
     bits = x.to(tl.int32, bitcast=True)
     normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000).to(
         tl.float32, bitcast=True
