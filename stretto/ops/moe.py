@@ -53,7 +53,8 @@ def experts(x_ND: Tensor, chosen_NK: Tensor, gates_NK: Tensor, weights: Experts,
     down projection, which is linear, because that input is narrower than the output. Gates of 0 have gradients like any other.
     """
     dtype = compute_dtype(x_ND)
-    if backend is None and _is_plain(weights) and training.rounds(x_ND, *weights[:2]):
+    multiplies = _is_plain(weights) and training.multiplies(x_ND, *weights[:2])
+    if backend is None and multiplies and training.rounds(x_ND, *weights[:2]):
         backend, dtype = "tiles", torch.float32
     biases = (None, None) if weights.biases is None else (bias.to(dtype) for bias in weights.biases)
     matrices = weights.gate_up_EFD.to(dtype), weights.down_EDI.to(dtype)

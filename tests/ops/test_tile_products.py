@@ -150,6 +150,15 @@ def test_the_head_and_its_gradients() -> None:
             assert relative(ours, theirs) < 3 * EPS and not torch.equal(ours, theirs)
 
 
+def test_experts_without_tokens() -> None:
+    inputs = [random(*shape).requires_grad_() for shape in ((0, 16), (0, 2), (3, 8, 16), (3, 16, 4))]
+    x, gates, gate_up, down = inputs
+    out = moe.experts(x, torch.zeros(0, 2, dtype=torch.int64), gates, Experts(gate_up, down))
+    assert out.shape == (0, 16)
+    for grad, tensor in zip(torch.autograd.grad(out.sum(), inputs), inputs, strict=True):
+        assert torch.equal(grad, torch.zeros_like(tensor))
+
+
 def test_what_the_bf16_kernels_do_not_multiply() -> None:
     x, weight = torch.ones(3, 4), torch.ones(5, 4)
     assert training.rounds(x, weight)
