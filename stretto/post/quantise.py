@@ -14,7 +14,7 @@ K experts per token, P places sorted by expert, V vocabulary.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -85,8 +85,18 @@ def untie(model: Transformer) -> None:
 
 
 def round_to_nearest(state: Mapping[str, Tensor], schemes: Mapping[str, IntScheme]) -> dict[str, IntWeight]:
-    """The weights in ``schemes``, each rounded to nearest."""
+    """The weights in ``schemes``, each rounded to nearest. Raises `UserError`: one of them is not finite."""
+    _require_finite(state, schemes)
     return {name: quantise(state[name], scheme) for name, scheme in schemes.items()}
+
+
+def _require_finite(state: Mapping[str, Tensor], names: Iterable[str]) -> None:
+    """Raises `UserError`: one of the weights ``names`` holds a number that is not finite."""
+    for name in names:
+        if not state[name].isfinite().all():
+            raise UserError(
+                f"{name}: holds numbers that are not finite; quantise an earlier checkpoint, or download this one again"
+            )
 
 
 class _Inputs(Operators):
@@ -192,8 +202,12 @@ def gptq(
         batches: token ids [B, T] and contexts of the calibration text.
         subnets: sizes whose inputs count, each on all batches.
         advance: called with 1 after each layer.
+
+    Raises:
+        UserError: a weight, or its inputs on the calibration text, are not finite.
     """
     config, parameters = model.config, dict(model.named_parameters())
+    _require_finite(parameters, schemes)
     moe_rows = {layer: row for row, layer in enumerate(config.moe_layers)}
     streams = []
     for subnet in subnets:
@@ -213,6 +227,10 @@ def gptq(
 
     def settle(moments: Moments) -> None:
         for name, hessian in moments.hessians.items():
+            if not (hessian.isfinite().all() and moments.drifts[name].isfinite().all()):
+                raise UserError(
+                    f"{name}: its inputs on the calibration text are not finite; choose --method rtn, or download the checkpoint again"
+                )
             moved = moved_to_unquantised(parameters[name], hessian, moments.drifts[name])
             result[name] = compensated(moved, hessian, schemes[name])
             parameters[name].copy_(result[name].dequantise())

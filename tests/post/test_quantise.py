@@ -338,3 +338,23 @@ def test_gptq_leaves_the_network_with_the_values_of_the_integers() -> None:
     integers = gptq(model, schemes, [(IDS, Context.plain(IDS))], [model.config.full()])
     for name, tensor in model.state_dict().items():
         assert torch.equal(tensor, integers[name].dequantise() if name in integers else before[name]), name
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+def test_numbers_that_are_not_finite_are_refused(number: float) -> None:
+    model = network(**GLM)
+    name = "blocks.1.mlp.gate_up"
+    schemes = schemes_of(model.config, "glm4_moe", {"experts": IntScheme(8)})
+
+    def by_gptq() -> None:
+        gptq(model, schemes, [(IDS, Context.plain(IDS))], [model.config.full()])
+
+    with torch.no_grad():
+        model.blocks[1].attention_norm.weight[3] = number
+    with pytest.raises(UserError, match="its inputs on the calibration text are not finite"):
+        by_gptq()
+    with torch.no_grad():
+        model.state_dict()[name].view(-1)[5] = number
+    for refused in (by_gptq, lambda: round_to_nearest(model.state_dict(), schemes)):
+        with pytest.raises(UserError, match=f"{name}: holds numbers that are not finite"):
+            refused()
