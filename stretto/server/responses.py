@@ -208,6 +208,7 @@ def _messages(body: ResponsesBody) -> list[dict[str, Any]]:
                 thought = ""
             case InputMessage():
                 messages.append({"role": item.role, "content": item.content})
+                thought = ""  # of an answer that was cut
             case InputCall():
                 if thought or not (messages and messages[-1]["role"] == "assistant"):
                     messages.append({"role": "assistant", **reasoning})
@@ -217,7 +218,8 @@ def _messages(body: ResponsesBody) -> list[dict[str, Any]]:
             case InputResult():
                 messages.append({"role": "tool", "content": item.output, "tool_call_id": item.call_id})
             case InputReasoning():
-                thought = "".join(part.text for part in item.content or ())
+                text = "".join(part.text for part in item.content or ())
+                thought = f"{thought}\n{text}" if thought and text else thought or text
     if not messages:
         raise FieldError("input", "holds reasoning only; add a message")
     return messages
@@ -269,9 +271,8 @@ class ResponseAnswer(Answer):
         yield from self._pieces([*reader.push(rest), *reader.finish(is_cut(done))])
         if not self._items:  # an empty answer is a message, too
             yield from self._begin("message")
-        yield from self._finish_item()
-        if done.finish_reason == "length" and self._items[-1]["type"] != "function_call":  # calls are always complete
-            self._items[-1]["status"] = "incomplete"
+        # A call is always complete, and no item is being written after it.
+        yield from self._finish_item("incomplete" if done.finish_reason == "length" else "completed")
 
     def _pieces(self, pieces: Sequence[Piece]) -> Iterator[bytes]:
         for piece in pieces:
@@ -308,7 +309,7 @@ class ResponseAnswer(Answer):
         yield self._item("added", item | {"content": []})
         yield self._of_item("response.content_part.added", content_index=0, part=self._part)
 
-    def _finish_item(self) -> Iterator[bytes]:
+    def _finish_item(self, status: str = "completed") -> Iterator[bytes]:
         if self._writing is None:
             return
         texts: dict[str, Any] = {"text": self._part["text"]}
@@ -316,7 +317,7 @@ class ResponseAnswer(Answer):
             self._part["logprobs"] += self._logprobs
             self._logprobs = []
             texts["logprobs"] = self._part["logprobs"]
-        self._items[-1]["status"] = "completed"
+        self._items[-1]["status"] = status
         yield self._of_item(f"response.{_PARTS[self._writing]}.done", content_index=0, **texts)
         yield self._of_item("response.content_part.done", content_index=0, part=self._part)
         yield self._item("done", self._items[-1])

@@ -20,7 +20,7 @@ from stretto.server.messages import (
     Tool,
     tool_use,
 )
-from stretto.server.responses import ResponsesBody
+from stretto.server.responses import ResponsesBody, as_chat
 from stretto.text.chat import CHATML
 from stretto.text.tokenizer import train_tokenizer
 from tests.text.test_chat import BARE
@@ -127,6 +127,20 @@ def test_null_is_a_field_that_is_left_out(kind: type[Body], place: tuple[Any, ..
         assert isinstance(given, str) and given.startswith(place[0]) and "\n" not in given
     else:
         assert given == expected
+
+
+def test_reasoning_goes_to_the_answer_of_its_own_turn() -> None:
+    def reasoning(text: str) -> dict[str, Any]:
+        return {"type": "reasoning", "content": [{"type": "reasoning_text", "text": text}]}
+
+    answer = {"role": "assistant", "content": "later"}
+    for items, thoughts in (
+        ([reasoning("first"), reasoning("second"), answer], ["first\nsecond"]),
+        ([reasoning("first"), answer, reasoning("second"), answer], ["first", "second"]),
+        ([reasoning("first"), {"role": "user", "content": "go"}, answer], [None]),
+    ):
+        chat = as_chat(parse_body(ResponsesBody, {"input": [{"role": "user", "content": "q"}, *items]}))
+        assert [each.reasoning_content for each in chat.messages if each.role == "assistant"] == thoughts
 
 
 @pytest.mark.parametrize(

@@ -179,6 +179,15 @@ def test_responses_stream(client: Any) -> None:
     assert [each.logprob for each in logprobs] == [each.logprob for each in whole.output[0].content[0].logprobs]
 
 
+def test_a_response_that_is_cut_has_an_incomplete_item(client: Any) -> None:
+    fields = {"model": "x", "input": "Hello", "max_output_tokens": 5, "extra_body": {"ignore_eos": True}}
+    with client.responses.stream(**fields) as stream:
+        events = list(stream)
+    [item] = [event.item for event in events if event.type == "response.output_item.done"]
+    assert events[-1].type == "response.incomplete"
+    assert [item.status, events[-1].response.output[0].status] == ["incomplete"] * 2
+
+
 def test_responses_tools_and_schemas(client: Any) -> None:
     tool = {"type": "function", "strict": True, **PICK}
     fields = {
