@@ -47,6 +47,7 @@ SAID: list[tuple[str, dict[str, Any]]] = [
     ("get_weather", {"city": 'São "Paulo"', "days": 3, "unit": "C"}),
     ("get_weather", {"city": "12", "days": 1, "dry": True}),
 ]
+GPT_OSS = next(each for each in DIALECTS if each.name == "gpt-oss")
 
 
 def written(template: str, calls: list[tuple[str, dict[str, Any]]], content: str = "") -> str:
@@ -745,6 +746,29 @@ def test_channels_of_gpt_oss_are_reasoning_content_and_calls() -> None:
     preamble = "<|channel|>commentary<|message|>I look.<|end|><|start|>assistant to=functions.now<|message|>{}"
     said = read_answer(AnswerReader(dialect, {"now": {}}, think), preamble)
     assert (said.content, told(said)) == ("I look.", [("now", {})])
+
+
+def test_messages_of_gpt_oss_follow_each_other_in_any_order() -> None:
+    start = "<|start|>assistant<|channel|>"
+    first, second = (f"<|channel|>analysis<|message|>Think {number}.<|end|>" for number in (1, 2))
+    call = ' to=functions.now<|channel|>commentary json<|message|>{"a": 1}'
+    for text, reasoning, content, calls in (
+        (f"{first}<|start|>assistant{second}{start}final<|message|>Yes.", "Think 1.\nThink 2.", "Yes.", []),
+        (
+            f"<|channel|>commentary<|message|>I look.<|end|><|start|>assistant{second}<|start|>assistant{call}",
+            "Think 2.",
+            "I look.",
+            [("now", {"a": 1})],
+        ),
+    ):
+        for size in (1, 7, len(text)):
+            reader = AnswerReader(GPT_OSS, {"now": {}}, think_of("<|channel|>analysis<|message|>"))
+            pieces = [piece for at in range(0, len(text), size) for piece in reader.push(text[at : at + size])]
+            pieces += reader.finish()
+            assert "".join(piece.text for piece in pieces if isinstance(piece, Thought)) == reasoning
+            assert "".join(piece for piece in pieces if isinstance(piece, str)) == content
+            found = [(piece.name, json.loads(piece.arguments)) for piece in pieces if isinstance(piece, Call)]
+            assert found == calls
 
 
 def test_kimis_calls_are_read_and_numbered_through_the_conversation() -> None:

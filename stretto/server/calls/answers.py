@@ -38,7 +38,7 @@ class AnswerReader:
         self._is_thinking = is_thinking and think is not None
         self._may_think = not self._is_thinking  # only white space so far
         self._after_thought = False  # white space that follows is no content
-        self._has_content = self._has_calls = False
+        self._has_content = self._has_calls = self._has_thought = False
         self._blank = ""  # white space after the content, which is content only if more of it follows
         self._opened: Any = None  # match of the opening mark of the current call
         self._held = ""
@@ -111,6 +111,7 @@ class AnswerReader:
         content, mark = self._split(self._think[1], is_last)
         if content:
             found.append(Thought(content))
+            self._has_thought = True
         self._is_thinking, self._after_thought = not mark, bool(mark)
         return bool(mark)
 
@@ -132,7 +133,13 @@ class AnswerReader:
         else:
             content, mark = self._split(self._dialect.open, is_last)
         self._add_content(found, content)
-        is_call = mark and not mark.groupdict().get("no")
+        groups = mark.groupdict() if mark else {}
+        is_call = mark and not groups.get("no")
+        if groups.get("think") and self._think is None:
+            self._add_content(found, mark.group())
+        elif groups.get("think"):
+            self._is_thinking = True
+            found += [Thought("\n")] * self._has_thought  # between two blocks of reasoning
         if mark and not is_call and not self._dialect.frames:
             self._blank = ""
         self._opened = mark if is_call else None

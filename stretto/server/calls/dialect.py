@@ -78,8 +78,9 @@ class Dialect:
 
     name: str
     open: Pattern
-    """Mark that begins a call. A match of its group ``no`` is removed from the text, too, but begins no call. The pattern does not begin
-    with white space: the reader removes that around calls, and the search of a long run of it would take too long."""
+    """Mark that begins a call. A match of its group ``no`` is removed from the text, too, but begins no call; one of its group ``think``
+    begins reasoning. The pattern does not begin with white space: the reader removes that around calls, and the search of a long run of it
+    would take too long."""
     close: Pattern | None
     """Mark that ends a call. None: the calls extend to the end of the answer."""
     read: Read

@@ -271,7 +271,7 @@ DIALECTS = (
         *_marks(
             rf"(?:<\|start\|>assistant{_GAP})?(?:<\|channel\|>commentary{_GAP})?to=functions\.{_NAME}{_GAP}"
             rf"(?:<\|channel\|>commentary{_GAP})?(?:<\|constrain\|>)?(?:json)?<\|message\|>"
-            r"|(?P<no><\|end\|>|(?:<\|start\|>assistant)?<\|channel\|>(?:final|commentary)<\|message\|>)",
+            r"|(?P<no><\|end\|>|(?:<\|start\|>assistant)?<\|channel\|>(?:final|commentary|(?P<think>analysis))<\|message\|>)",
             None,
         ),
         _channel_call,
