@@ -440,6 +440,39 @@ def test_marks_in_arguments_and_white_space_between_calls() -> None:
     assert (said.content, told(said)) == ("Let me see.", [("add", {"a": 2, "s": "é </tool_call> {"})] * 2)
 
 
+BROKEN = '<tool_call>{"name": "add", "arguments": {"a": 2}</tool_call>'
+MENTIONED = "The <tool_call> mark begins a call."
+
+
+@pytest.mark.parametrize("before", [BROKEN, MENTIONED, f"{MENTIONED} {BROKEN}"])
+def test_what_is_no_call_does_not_make_text_of_the_calls_after_it(before: str) -> None:
+    for after in ("", "\n\n\nDone."):
+        text = f"{before}\n{CALL}\n{CALL}{after[2:]}"
+        reader = AnswerReader(DIALECTS[-1])
+        streamed = [piece for letter in text for piece in reader.push(letter)] + reader.finish()
+        said = read_answer(AnswerReader(DIALECTS[-1]), text)
+        assert (said.content, told(said)) == (before + after, [("add", {"a": 2, "s": "é </tool_call> {"})] * 2)
+        assert "".join(piece for piece in streamed if isinstance(piece, str)) == said.content
+        assert len([piece for piece in streamed if isinstance(piece, Call)]) == 2
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_a_call_within_the_text_of_an_argument_is_no_call(name: str) -> None:
+    dialect = dialect_of(TEMPLATES[name])
+    calls = [("get_weather", {"city": written(TEMPLATES[name], [("now", {})]), "days": 1})]
+    said = read_answer(AnswerReader(dialect, SCHEMAS), written(TEMPLATES[name], calls))
+    assert told(said) == ([] if name == "mistral-11" else calls)  # its calls are divided by the mark
+
+
+@pytest.mark.parametrize("name", ["glm", "qwen-coder", "lfm2"])
+def test_closing_marks_within_an_argument_take_little_time(name: str) -> None:
+    """If the parser reads the argument at each of them, this test takes minutes."""
+    dialect = dialect_of(TEMPLATES[name])
+    mark = dialect.close.pattern.replace("\\", "")
+    calls = [("get_weather", {"city": f"{mark} x " * 6000, "days": 1})]
+    assert told(read_answer(AnswerReader(dialect, SCHEMAS), written(TEMPLATES[name], calls))) == calls
+
+
 def test_arguments_written_as_a_string() -> None:
     text = '<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>'
     assert told(read_answer(AnswerReader(DIALECTS[-1]), text)) == [("f", {"a": 1})]

@@ -42,6 +42,7 @@ class AnswerReader:
         self._blank = ""  # white space after the content, which is content only if more of it follows
         self._opened: Any = None  # match of the opening mark of the current call
         self._held = ""
+        self._is_mended = False  # an opening mark that began no call was made text
         self._searched = 0  # place in the held text of a call where the search for the closing mark continues
 
     def push(self, text: str) -> list[Piece]:
@@ -50,14 +51,16 @@ class AnswerReader:
         return self._read(is_last=False)
 
     def finish(self, is_cut: bool = False) -> list[Piece]:
-        """The remaining pieces at the end of the answer. An unfinished call becomes text; if the answer was cut, it is left out, and so is
-        a part of a mark."""
+        """The remaining pieces at the end of the answer. An opening mark that begins no call becomes text, and calls behind it are read.
+        If the answer was cut, the unfinished call is left out, and so is a part of a mark."""
         marks = [*(self._think or ()), *([self._dialect.open] if self._dialect else [])]
         halves = [pattern.search(self._held, partial=True) for pattern in marks if is_cut and self._opened is None]
         self._held = self._held[: min([half.start() for half in halves if half and half.partial], default=None)]
         found = self._read(is_last=True)
-        if self._opened is not None and not is_cut:
-            self._add_content(found, self._opened.group() + self._held)
+        while self._opened is not None and not is_cut:  # no call: the mark is text, and calls may follow
+            self._add_content(found, self._opened.group())
+            self._opened, self._searched, self._is_mended = None, 0, True
+            found += self._read(is_last=True)
         if self._blank and not self._has_calls:
             found.append(self._blank)
         self._held, self._opened, self._blank = "", None, ""
@@ -166,14 +169,17 @@ class AnswerReader:
     def _take_call(self, found: list[Piece], is_last: bool) -> bool:
         # A closing mark within a string of the arguments does not end the call: the text before it cannot be parsed.
         assert self._dialect is not None
-        close = self._dialect.close
+        close, most = self._dialect.close, len(self._held)
+        # After a failure, a call ends before the next opening mark. Otherwise each mark could be tried with each closing one.
+        if self._is_mended and (following := self._dialect.open.search(self._held)):
+            most = following.start()
         while True:
             if close is None:
-                end = after = len(self._held) if is_last else -1
+                end = after = most if is_last else -1
             else:
                 mark = self._find(close, is_last)
                 end, after = mark.span() if mark else (-1, -1)
-            if end < 0:
+            if end < 0 or after > most:
                 return False
             try:
                 calls = self._dialect.read(self._held[:end], self._opened.groupdict(""), self._schemas)

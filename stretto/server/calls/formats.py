@@ -67,14 +67,15 @@ def _named(head: str, tail: str = "", between: str | None = None) -> Read:
     return read
 
 
-def _tagged(head: str, pair: str) -> Read:
+def _tagged(head: str, pair: str, tag: str) -> Read:
     """A parser of calls that consist of ``head``, which captures the name, and one ``pair`` for each argument, which captures its ``key``
-    and ``value``."""
+    and ``value`` and ends in ``tag``."""
     form, pairs = regex.compile(rf"\s*+{head}", regex.DOTALL), regex.compile(rf"\s*{pair}\s*", regex.DOTALL)
 
     def read(body: str, groups: Mapping[str, str], schemas: Schemas) -> Found:
         match = form.match(body)
-        if match is None:
+        # Most texts that end within a value are recognised by their end. Reading the value would take much longer.
+        if match is None or (body[match.end() :].strip() and not body.rstrip().endswith(tag)):
             raise ValueError("no call")
         at, arguments, name = match.end(), {}, match["name"].strip()
         schema = schemas.get(name, {})
@@ -115,6 +116,8 @@ _CONSTANTS = {"true": "True", "false": "False", "null": "None"}
 def _python_calls(body: str, groups: Mapping[str, str], schemas: Schemas) -> Found:
     """Calls of the form ``[name(key=value, …), …]``. Values are Python's literals or ``true``, ``false``, ``null``. Names of functions and
     keys that Python does not allow (``from``, ``max-results``) are replaced by numbered names before parsing."""
+    if not body.rstrip().endswith("]"):  # reading the calls before this is noticed would take much longer
+        raise ValueError("no end")
     names: list[str] = []
 
     def numbered(match: Any) -> str:
@@ -170,14 +173,18 @@ DIALECTS = (
     Dialect(  # GLM 4.5 and later
         "glm",
         *_marks("<tool_call>", "</tool_call>"),
-        _tagged(r"(?P<name>[^\s<]+)", r"<arg_key>(?P<key>.*?)</arg_key>\s*<arg_value>\n?(?P<value>.*?)\n?</arg_value>"),
+        _tagged(
+            r"(?P<name>[^\s<]+)",
+            r"<arg_key>(?P<key>.*?)</arg_key>\s*<arg_value>\n?(?P<value>.*?)\n?</arg_value>",
+            "</arg_value>",
+        ),
         ("<tool_call>", NAME, SPACE, ARGUMENTS, "</tool_call>"),
         ("<arg_key>", KEY, "</arg_key>", SPACE, "<arg_value>", VALUE, "</arg_value>", SPACE),
     ),
     Dialect(  # Qwen3-Coder, Qwen 3.5, Nemotron 3
         "qwen-coder",
         *_marks(rf"(?:<tool_call>{_GAP})?<function=|(?P<no></tool_call>)", "</function>"),
-        _tagged(r"(?P<name>[^>\n]+)>", r"<parameter=(?P<key>[^>\n]+)>\n?(?P<value>.*?)\n?</parameter>"),
+        _tagged(r"(?P<name>[^>\n]+)>", r"<parameter=(?P<key>[^>\n]+)>\n?(?P<value>.*?)\n?</parameter>", "</parameter>"),
         ("<tool_call>", SPACE, "<function=", NAME, ">", SPACE, ARGUMENTS, "</function>", SPACE, "</tool_call>"),
         ("<parameter=", KEY, ">", LINE, VALUE, LINE, "</parameter>", SPACE),
     ),
