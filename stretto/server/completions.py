@@ -181,7 +181,7 @@ def chat_job(
             max_tokens=getattr(body, limit),
             logprobs=body.logprobs,
             turn_ends=prompts.turn_ends,
-            shape=prompts.grammar(use, body.response_format, parallel, is_thinking, format_field),
+            shape=prompts.grammar(use, body.response_format, parallel, ids, format_field),
             reader=partial(prompts.reader, schemas, reads_thoughts, is_thinking, None if parallel else 1),
             visible_ids=prompts.visible_ids,
             top_logprobs=body.top_logprobs or 0,

@@ -324,8 +324,10 @@ class Prompts:
 
     def thinks(self, ids: Sequence[int]) -> bool:
         """Whether a prompt ends with an opened block of reasoning."""
-        end = self.tokenizer.decode(ids[-_NUM_LAST:]).rstrip()
-        return self.think is not None and end.endswith(self.think.open)
+        return self.think is not None and self._end(ids).endswith(self.think.open)
+
+    def _end(self, ids: Sequence[int]) -> str:
+        return self.tokenizer.decode(ids[-_NUM_LAST:]).rstrip()
 
     def num_thought(self, prompt: Sequence[int], answer: Sequence[int]) -> int:
         """Number of an answer's tokens up to the end of its reasoning, closing mark included; 0 without reasoning."""
@@ -354,19 +356,21 @@ class Prompts:
         use: ToolUse,
         form: ResponseFormat | None,
         parallel: bool,
-        is_thinking: bool = False,
+        prompt: Sequence[int] = (),
         format_field: str = "response_format",
     ) -> Grammar | None:
-        """The grammar of answers that tools and ``form``, the client's ``format_field``, require; None where every text is allowed."""
+        """The grammar of answers that tools and ``form``, the client's ``format_field``, require; None where every text is allowed. The
+        answer may begin with reasoning, unless the end of ``prompt`` closes it."""
         has_format = form is not None and form.type != "text"
         if not (use.forced or has_format or use.is_strict):
             return None
         fields = {"tools": bool(use.offered), format_field: has_format and not use.forced}
         field = " and ".join(name for name, is_used in fields.items() if is_used)
-        schema = None
+        is_thinking, schema = self.thinks(prompt), None
+        thinks = None if self.think is None or self._end(prompt).endswith(self.think.close) else self.think
         if form is not None and has_format and not use.forced:
             schema = {"type": "object"} if form.json_schema is None else form.json_schema.schema_
-            if not use.offered and not is_thinking:
+            if not use.offered and thinks is None:
                 kind = "json_schema" if form.json_schema else "json_object"
                 return Grammar(kind=kind, text=json.dumps(schema) if form.json_schema else "", field=field)
         if use.offered and not (self.dialect and self.dialect.call):
@@ -376,7 +380,6 @@ class Prompts:
         if is_free and self.dialect and self.dialect.frames:
             problem = "strict needs tool_choice 'required' with the tool-call format of this checkpoint"
             raise FieldError("tools", problem)
-        thinks = self.think if is_thinking or is_free else None
         text = answer_rules(
             self.dialect or HERMES,
             use.grammars(),

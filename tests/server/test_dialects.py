@@ -635,7 +635,8 @@ def test_a_checkpoint_may_declare_its_own_dialect() -> None:
 def test_grammars_are_what_the_library_reads(name: str, form: dict | None, parallel: bool, thinking: bool) -> None:
     prompts = Prompts(tokenizer_of(TEMPLATES[name], True))
     shape = None if form is None else TypeAdapter(ResponseFormat).validate_python(form)
-    grammar = prompts.grammar(tool_use(TOOLS, "auto" if form else "required"), shape, parallel, thinking)
+    prompt = prompts.tokenizer.encode_rendered("<think>\n") if thinking else []
+    grammar = prompts.grammar(tool_use(TOOLS, "auto" if form else "required"), shape, parallel, prompt)
     assert grammar is not None and grammar.kind == "lark"
     compiler_of(TEMPLATES[name], True).compile(grammar)
     assert LLMatcher.validate_grammar(LLMatcher.grammar_from_lark(grammar.text)) in ("", None) or "<[" in grammar.text
@@ -668,13 +669,59 @@ def test_a_shape_is_asked_of_what_follows_the_reasoning(special: bool) -> None:
     tokenizer = tokenizer_of(TEMPLATES["hermes"], special)
     prompts = Prompts(tokenizer)
     shape = SchemaFormat.model_validate({"type": "json_schema", "json_schema": {"schema": {"type": "integer"}}})
-    grammar = prompts.grammar(tool_use([], None), shape, True, is_thinking=True)
+    grammar = prompts.grammar(tool_use([], None), shape, True, tokenizer.encode_rendered("<think>\n"))
     assert grammar is not None
     compiler = compiler_of(TEMPLATES["hermes"], special)
     state = compiler.compile(grammar)
     ids = tokenizer.encode_rendered("Hm, 12.\n</think>\n\n12")
     assert all(state.accept(token) for token in ids) and state.accept(tokenizer.eos_id)
     assert not all(map(compiler.compile(grammar).accept, tokenizer.encode_rendered("Hm.</think>x")))
+
+
+@pytest.mark.parametrize("special", [False, True])
+@pytest.mark.parametrize("is_forced", [False, True])
+def test_a_model_may_reason_before_the_shape_where_the_prompt_leaves_that_to_it(special: bool, is_forced: bool) -> None:
+    tokenizer = tokenizer_of(TEMPLATES["hermes"], special)
+    prompts, asked = Prompts(tokenizer), [Message(role="user", content="Well?")]
+    call = written(TEMPLATES["hermes"], [("now", {})])
+    shape = SchemaFormat.model_validate({"type": "json_schema", "json_schema": {"schema": {"type": "integer"}}})
+    use, form = (tool_use(TOOLS, "required"), None) if is_forced else (tool_use([], None), shape)
+    right, wrong = (call, "12") if is_forced else ("12", call)
+
+    def reads(text: str, **variables: Any) -> bool:
+        grammar = prompts.grammar(use, form, True, prompts.chat(asked, variables=variables))
+        assert grammar is not None
+        state = compiler_of(TEMPLATES["hermes"], special).compile(grammar)
+        return all(state.accept(token) for token in [*tokenizer.encode_rendered(text), tokenizer.eos_id])
+
+    thought = "<think>\nHm, 12.\n</think>\n\n"
+    assert reads(right) and reads(thought + right) and not reads(thought + wrong) and not reads(thought)
+    assert reads(right, enable_thinking=False) and not reads(thought + right, enable_thinking=False)
+
+
+@pytest.mark.parametrize("special", [False, True])
+def test_a_shape_is_asked_of_the_final_channel(special: bool) -> None:
+    trained = train_tokenizer(iter([Path(__file__).read_text()]), 400, "<|channel|>analysis<|message|>")
+    tokens = ["<|start|>", "<|channel|>", "<|message|>", "<|end|>"] if special else []
+    trained.rust.add_special_tokens(tokens)
+    tokenizer = Tokenizer(trained.rust, trained.eos_token, trained.chat_template, trained.config)
+    prompts = Prompts(tokenizer)
+    prompts.dialect = GPT_OSS
+    prompts.marks = {text: tokenizer.rust.token_to_id(text) for text in tokens}
+    shape = SchemaFormat.model_validate({"type": "json_schema", "json_schema": {"schema": {"type": "integer"}}})
+    thought, final = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant", "<|channel|>final<|message|>12"
+    call = " to=functions.now<|channel|>commentary json<|message|>{}"
+    compiler = GrammarCompiler(tokenizer)
+    for use, text, ending in ((tool_use([], None), final, ""), (tool_use(TOOLS, "required"), call, "<|call|>")):
+        grammar = prompts.grammar(use, None if use.forced else shape, True)
+        assert grammar is not None
+        for whole, is_right in ((text, True), (thought + text, True), (thought + "12", False)):
+            state = compiler.compile(grammar)
+            ids = [*tokenizer.encode_rendered(whole + ending), tokenizer.eos_id]
+            assert all(state.accept(token) for token in ids) is is_right, whole
+        said = read_answer(prompts.reader({"now": {}}, True), thought + text)
+        assert (said.reasoning, said.content) == ("Hm.", "" if use.forced else "12")
+        assert told(said) == ([("now", {})] if use.forced else [])
 
 
 def test_a_format_without_tools_is_a_schema() -> None:

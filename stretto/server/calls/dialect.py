@@ -102,6 +102,10 @@ class Dialect:
     """Text in the system prompt of a chat template that asks for this format, even if the template renders earlier calls in another."""
     frames: bool = False
     """Whether the marks surround answers without calls, too."""
+    answer: Spelling = ()
+    """Text before an answer without calls."""
+    turn: Spelling = ()
+    """Text between reasoning and what follows it."""
 
     @cached_property
     def spelt(self) -> str:

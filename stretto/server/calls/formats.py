@@ -285,6 +285,8 @@ DIALECTS = (
         (" to=functions.", NAME, "<|channel|>commentary json<|message|>", ARGUMENTS, "<|call|>"),  # this ends the turn
         between=(),
         frames=True,
+        answer=("<|channel|>final<|message|>",),
+        turn=("<|start|>assistant",),
     ),
     Dialect(
         "gemma-4",

@@ -63,11 +63,12 @@ def answer_rules(
         for number, (name, schema) in enumerate(schemas.items()):
             rules += _call_rules(dialect, name, schema, spell, str(number))
     if beside is not None:
-        choices.append("answer")
+        choices.append(f"{spell(dialect.answer)} answer".strip())
         rules.append(f"answer: {_json_rule(beside)}")
     start = " | ".join(choices)
     if thinks is not None:
-        after = f"thought /[ \\n]/? /[ \\n]/? ({start})"
+        between = spell(dialect.turn) or "/[ \\n]/? /[ \\n]/?"
+        after = f"thought {between} ({start})"
         start = after if is_thinking else f"{spell((thinks.open,))} {after} | {start}"
         rules.append(spell.text_up_to(thinks.close, "thought"))
     return "\n".join([f"start: {start}", *rules]) + "\n"
