@@ -210,9 +210,10 @@ class Backend:
             raise FieldError("grammar", "give only one of regex, grammar, response_format and a forced tool")
         room = model.max_len - num_prompt
         if room < 1 or (max_tokens or 1) > room:
-            answer = "" if max_tokens is None else f" and max_tokens {max_tokens}"
-            wanted = f"a prompt of {num_prompt} tokens{answer}"
-            problem = f"{wanted} exceed this server's context of {model.max_len} tokens; shorten it"
+            wanted = "exceeds" if max_tokens is None else f"and max_tokens {max_tokens} exceed"
+            problem = (
+                f"a prompt of {num_prompt} tokens {wanted} this server's context of {model.max_len} tokens; shorten it"
+            )
             raise FieldError("max_tokens" if room > 0 else "prompt", problem, CONTEXT_LENGTH)
         if body.n * len(prompts) > MAX_CHOICES:
             raise FieldError("n", f"{body.n} lies outside 1..{MAX_CHOICES // len(prompts)}")

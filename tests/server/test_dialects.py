@@ -570,6 +570,13 @@ def test_values_without_quotes_are_of_the_kind_that_the_schema_says() -> None:
         ({}, "[1, 2]", [1, 2]),
         ({}, "[1, 2", "[1, 2"),
         ({"type": "object"}, '{"a": NaN}', '{"a": NaN}'),
+        ({"type": "array"}, "['a', 1, None]", ["a", 1, None]),
+        ({"type": ["object", "null"]}, "{'a': True}", {"a": True}),
+        ({"type": "array"}, "{'a': True}", "{'a': True}"),
+        ({"type": "array"}, "['a', f(1)]", "['a', f(1)]"),
+        ({"type": "array"}, "[b'a']", "[b'a']"),
+        ({"type": ["array", "string"]}, "['a']", "['a']"),
+        ({}, "['a']", "['a']"),
     ]
     for schema, text, value in kinds:
         answer = f"<tool_call>f<arg_key>k</arg_key><arg_value>{text}</arg_value></tool_call>"

@@ -79,7 +79,7 @@ def refused(response: httpx.Response, status: int) -> dict[str, Any]:
         (
             {"messages": [{"role": "user", "content": "word " * 600}]},
             "messages",
-            "exceed this server's context of 512 tokens",
+            "exceeds this server's context of 512 tokens",
         ),
         ({"stop": ["a"] * 17}, "stop", "at most 16 items"),
         ({"stop": ""}, "stop", "at least 1 character"),

@@ -101,8 +101,19 @@ def typed(text: str, known: Sequence[Schema]) -> Any:
     try:
         value = parse_json(text)
     except ValueError:
-        return text
+        return text if "string" in named else _python_value(text, named)
     return text if "string" in named and value is not None else value
+
+
+def _python_value(text: str, named: set[str]) -> Any:
+    """The list or object that ``text`` spells in Python's syntax, if ``named``, the types of the schema, has that type; otherwise ``text``."""
+    kind = {"[": "array", "{": "object"}.get(text.strip()[:1])
+    if kind not in named:
+        return text
+    try:
+        return parse_json(json.dumps(ast.literal_eval(text.strip())))
+    except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
+        return text
 
 
 _PARTS = regex.compile(
