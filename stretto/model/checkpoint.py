@@ -268,7 +268,7 @@ def each_integer(folder: Path | str, names: Collection[str] | None = None) -> It
 def _joined(parts: Sequence[tuple[Stored, IntWeight | None]], shape: tuple[int, ...], name: str) -> IntWeight | None:
     """The integer weight ``name`` of ``shape`` from its tensors on disk; None: they are not all integers of one form."""
     weights = [weight for _, weight in parts if weight is not None]
-    forms = {(weight.bits, weight.group, weight.zeros is None, weight.scales.dtype) for weight in weights}
+    forms = {(weight.bits, weight.group, weight.zeros is None) for weight in weights}
     if len(weights) < len(parts) or len(forms) != 1:
         return None
 
@@ -279,7 +279,9 @@ def _joined(parts: Sequence[tuple[Stored, IntWeight | None]], shape: tuple[int, 
         return whole
 
     zeros = [weight.zeros for weight in weights if weight.zeros is not None]
-    codes, scales = ([getattr(weight, field) for weight in weights] for field in ("codes", "scales"))
+    codes, scales = [weight.codes for weight in weights], [weight.scales for weight in weights]
+    if len({each.dtype for each in scales}) > 1:  # fp16, and others that fp16 would round
+        scales = [each.float() for each in scales]
     return IntWeight(join(codes), join(scales), join(zeros) if zeros else None, weights[0].bits)
 
 

@@ -186,10 +186,11 @@ def test_scales_in_other_types_give_the_values_that_are_stored(library: Library,
     settings = EngineConfig(num_pages=60, page_size=4, fast_prefill=False)
 
     def answers(
-        dtype: torch.dtype, library: Library, change: Callable[[Tensor], Tensor]
+        dtype: torch.dtype, library: Library, change: Callable[[Tensor], Tensor], of: str = ""
     ) -> tuple[str, list[Completion]]:
         def store(tensors: dict[str, Tensor]) -> None:
-            scales = {name: change(tensors[name].bfloat16().float()) for name in tensors if name.endswith(SCALES)}
+            scales = {name: tensors[name].bfloat16().float() for name in tensors if name.endswith(SCALES)}
+            scales |= {name: change(scale) for name, scale in scales.items() if of in name}
             tensors |= {name: scale.to(dtype) for name, scale in scales.items()}
 
         folder = tmp_path / f"c{len(list(tmp_path.iterdir()))}"
@@ -212,10 +213,20 @@ def test_scales_in_other_types_give_the_values_that_are_stored(library: Library,
     for one, other in zip(meant, found, strict=True):
         assert one.tokens == other.tokens and np.array_equal(one.logprobs, other.logprobs)
     torch_only = Library(None, "left out by this test")
-    for dtype, change in ((torch.float32, lambda scale: scale * 1.0001), (torch.bfloat16, tiny)):
-        kernels, found = answers(dtype, library, change)
-        assert kernels == "int4 and int8, dequantised"
-        for one, other in zip(answers(dtype, torch_only, change)[1], found, strict=True):
+    for dtype, change, of, meant_kernels in (
+        (torch.float32, lambda scale: scale * 1.0001, "", "int4 and int8, dequantised"),
+        (torch.bfloat16, tiny, "", "int4 and int8, dequantised"),
+        # the stack of this expert alone
+        (
+            torch.bfloat16,
+            tiny,
+            "layers.1.mlp.experts.0.down_proj",
+            "int4 and int8 in native steps, 1 of 23 weights dequantised",
+        ),
+    ):
+        kernels, found = answers(dtype, library, change, of)
+        assert kernels == meant_kernels
+        for one, other in zip(answers(dtype, torch_only, change, of)[1], found, strict=True):
             assert (torch.tensor(one.logprobs) - torch.tensor(other.logprobs)).abs().max() < 1e-4
 
 
