@@ -15,9 +15,9 @@ from zlib import crc32
 import numpy as np
 import torch
 
+from stretto.api.arguments import ModelLike, PathLike, model_path, new_folder, several, shown
 from stretto.api.model import Model
 from stretto.api.search import named_subnet
-from stretto.api.stages import ModelLike, PathLike, model_path, new_folder, several, shown
 from stretto.base.config import validate_options
 from stretto.base.endpoint import served_name
 from stretto.base.errors import UserError, user_errors_naming

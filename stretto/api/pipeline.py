@@ -29,8 +29,8 @@ import rich
 import rich.table
 from pydantic import Field
 
+from stretto.api.arguments import ModelLike, PathLike, model_path, run_folder
 from stretto.api.model import Model, load
-from stretto.api.stages import ModelLike, PathLike, model_path, run_folder
 from stretto.api.train import command_to_try
 from stretto.base.config import Config, Settings, differences, read_recipe, validate
 from stretto.base.errors import UserError, nearest, user_errors_naming

@@ -8,9 +8,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from stretto.api.arguments import (
+    Data,
+    ModelLike,
+    PathLike,
+    held_out_path,
+    listed_data,
+    model_path,
+    new_folder,
+    run_folder,
+)
 from stretto.api.model import Model, load
 from stretto.api.rl import RlRecipeLike, made_start
-from stretto.api.stages import Data, ModelLike, PathLike, held_out_path, listed_data, model_path, new_folder, run_folder
 from stretto.api.train import (
     ADAPTER,
     begun_run,

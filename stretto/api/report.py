@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
+from stretto.api.arguments import ModelLike, model_path, model_paths
 from stretto.api.pipeline import last_result
 from stretto.api.search import read_search, warn_if_far_off
-from stretto.api.stages import ModelLike, model_path, model_paths
 from stretto.api.train import held_out
 from stretto.base.config import validate
 from stretto.base.errors import UserError, user_errors

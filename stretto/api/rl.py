@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
+from stretto.api.arguments import ModelLike, PathLike, model_path, run_folder, shown
 from stretto.api.model import Model, load
 from stretto.api.search import extract_command
-from stretto.api.stages import ModelLike, PathLike, model_path, run_folder, shown
 from stretto.api.train import command_to_try
 from stretto.base.config import (
     Settings,

@@ -478,13 +478,11 @@ def demo(
     """
     if smol and post:
         raise UserError("--post: cannot be combined with --smol; leave one of them out")
-    if smol:
-        from stretto.api.demo_smol import demo_smol_command
+    from stretto.api.demo import demo_command, demo_smol_command
 
+    if smol:
         demo_smol_command(out or Path("runs/demo-smol"), fresh=not resume)
         return
-    from stretto.api.demo import demo_command
-
     demo_command(out or Path("runs/demo"), fresh=not resume, post=post)
 
 

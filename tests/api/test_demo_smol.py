@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from stretto.api import demo_smol
-from stretto.api.demo_smol import CHAT_PROMPTS, Rendered, demo_smol_command
+from stretto.api import demo
+from stretto.api.demo import CHAT_PROMPTS, Rendered, demo_smol_command
 from stretto.base.errors import UserError
 from stretto.data.demo_text import chat_questions, demo_documents
 from stretto.model.checkpoint import write_checkpoint
@@ -58,10 +58,10 @@ def test_every_stage_runs_once(tmp_path: Path, tokenizer: Tokenizer, monkeypatch
     )
     tokenizer.save(tmp_path / "tokenizer")
     write_checkpoint(tmp_path / "tiny", build(dense, 0), dense, family="llama", tokenizer_dir=tmp_path / "tokenizer")
-    monkeypatch.setattr(demo_smol, "MODEL", str(tmp_path / "tiny"))
-    monkeypatch.setattr(demo_smol, "ANSWER_TOKENS", 8)
-    monkeypatch.setattr(demo_smol, "ELASTICIZE", [*SMALL, "train.seq_len=64", "train.micro_batches=2"])
-    monkeypatch.setattr(demo_smol, "HEAL", [*SMALL, "train.seq_len=64", "train.micro_batches=1"])
+    monkeypatch.setattr(demo, "SMOL_MODEL", str(tmp_path / "tiny"))
+    monkeypatch.setattr(demo, "ANSWER_TOKENS", 8)
+    monkeypatch.setattr(demo, "SMOL_ELASTICIZE", [*SMALL, "train.seq_len=64", "train.micro_batches=2"])
+    monkeypatch.setattr(demo, "SMOL_HEAL", [*SMALL, "train.seq_len=64", "train.micro_batches=1"])
     run = tmp_path / "run"
     demo_smol_command(run)
     samples = read_samples(run)

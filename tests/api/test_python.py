@@ -20,8 +20,8 @@ import torch
 import transformers
 
 import stretto
+from stretto.api.arguments import new_folder
 from stretto.api.evaluate import Evaluated, _eval_folders, _named
-from stretto.api.stages import new_folder
 from stretto.base.config import Config
 from stretto.base.errors import UserError
 from stretto.base.records import Receipt, new_lineage, write_lineage
