@@ -55,7 +55,7 @@ from stretto.engine.engine import Engine
 from stretto.engine.loading import open_engine
 from stretto.engine.request import EngineConfig, Phases, Request, Sampling
 from stretto.evals.loss import EvalBatch
-from stretto.flow.launch import SourceTables
+from stretto.flow.prompts import SourceTables
 from stretto.learning.recipe import RlRecipe
 from stretto.model.checkpoint import read_checkpoint, read_integers, read_presets, stores_integers
 from stretto.model.elastic import extract, slice_integers

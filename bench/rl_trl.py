@@ -47,8 +47,7 @@ from stretto.base.track import METRICS_FILE, progress, read_metrics, wide_consol
 from stretto.base.trajectory import Group, Outcome, Segment, Trajectory, Verdict
 from stretto.engine.loading import open_engine
 from stretto.engine.request import EngineConfig, Phases, Request, Sampling
-from stretto.flow.launch import SourceTables
-from stretto.flow.prompts import Prompts, plan_prompts
+from stretto.flow.prompts import Prompts, SourceTables, plan_prompts
 from stretto.learning.algorithms import advantages
 from stretto.learning.dialogue import Dialogue
 from stretto.learning.recipe import RlRecipe

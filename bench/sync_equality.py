@@ -33,7 +33,8 @@ from bench.common.run_account import checksum
 from bench.common.s3 import s3_server
 from stretto.base.paths import CHECKPOINT
 from stretto.base.track import progress, read_metrics, wide_console
-from stretto.flow.launch import Job, SourceTables
+from stretto.flow.launch import Job
+from stretto.flow.prompts import SourceTables
 from stretto.flow.run import run_rl
 from stretto.learning.metrics import StepReport
 from stretto.learning.recipe import RlRecipe

@@ -19,8 +19,7 @@ from stretto.base.errors import UserError
 from stretto.base.trajectory import GroupRef, Task, WeightVersion
 from stretto.flow.agent import AgentRole
 from stretto.flow.clients import Clients
-from stretto.flow.launch import SourceTables
-from stretto.flow.prompts import plan_prompts
+from stretto.flow.prompts import SourceTables, plan_prompts
 from stretto.flow.reward import RewardRole
 from stretto.flow.rollout import EngineRole, open_rollout_engine
 from stretto.learning.metrics import StepReport

@@ -26,8 +26,7 @@ from stretto.base.records import read_lineage
 from stretto.base.trajectory import Group, Outcome, Segment, Task, Trajectory, Verdict
 from stretto.data.loader import key_of
 from stretto.engine.request import Completion, Phases, Request, Sampling
-from stretto.flow.launch import SourceTables
-from stretto.flow.prompts import plan_prompts
+from stretto.flow.prompts import SourceTables, plan_prompts
 from stretto.flow.rollout import open_rollout_engine
 from stretto.learning.dialogue import Dialogue
 from stretto.learning.recipe import RlRecipe, SourceConfig

@@ -21,7 +21,8 @@ from stretto.base.trajectory import Group, GroupRef, Outcome, Segment, WeightVer
 from stretto.engine.request import EngineStats
 from stretto.flow.clients import CallsInFlight, Generated, GenerateRequest
 from stretto.flow.files import RunFiles
-from stretto.flow.launch import Factories, Job, SourceTables, make_factories
+from stretto.flow.launch import Factories, Job, make_factories
+from stretto.flow.prompts import SourceTables
 from stretto.learning.channel import open_channel
 from stretto.learning.metrics import StepReport
 from stretto.learning.metrics import samples as sample_scalars

@@ -28,7 +28,8 @@ from stretto.base.paths import checkpoint_folder, read_json, remove, require_apa
 from stretto.base.records import find_lineage
 from stretto.base.track import progress, require_wandb, say
 from stretto.evals.ranker import scope_of
-from stretto.flow.launch import Job, SourceTables, check_source
+from stretto.flow.launch import Job
+from stretto.flow.prompts import SourceTables, check_source
 from stretto.flow.run import Result, check_places, opened, run_opened, start_of
 from stretto.learning.algorithms import load_algorithm
 from stretto.learning.recipe import START, DistillConfig, RlRecipe

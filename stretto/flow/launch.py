@@ -1,4 +1,4 @@
-"""Construction of the roles of a run from its recipe, after a check of all sources.
+"""Construction of the roles of a run from its recipe.
 
 Each role is made by a picklable factory. Roles run in pools, threads or processes, or on the driver's loop, behind one runtime.
 Imports no torch: only the processes of trainer and engines import it.
@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import time
-from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterator, Mapping, Sequence
-from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -20,14 +19,13 @@ from typing import Any
 from stretto.base.errors import InfraError, UserError
 from stretto.base.paths import RECIPE_FILE, read_json
 from stretto.base.trajectory import WeightVersion
-from stretto.flow.agent import TOOL_SLOTS, AgentRole, Wait, check_room
+from stretto.flow.agent import AgentRole, Wait
 from stretto.flow.clients import Verifiers, connect
 from stretto.flow.files import RunFiles
-from stretto.flow.prompts import Prompts, plan_prompts
+from stretto.flow.prompts import SourceTables
 from stretto.flow.reward import RewardRole
-from stretto.learning.dialogue import Dialogue, teacher_dialogues
-from stretto.learning.recipe import WEIGHTS, RlRecipe, SourceConfig
-from stretto.learning.roles import NeedsConfig, PoolConfig, Precision, PrecisionConfig, SandboxConfig
+from stretto.learning.recipe import WEIGHTS, RlRecipe
+from stretto.learning.roles import NeedsConfig, PoolConfig, Precision, PrecisionConfig
 from stretto.model.spec import ModelConfig
 from stretto.runtime.pool import ElasticPool, Limits
 from stretto.runtime.runtime import (
@@ -42,24 +40,9 @@ from stretto.runtime.runtime import (
     RuntimeFailure,
     cancel_all,
 )
-from stretto.sandbox.isolate import Sandbox
-from stretto.tasks.registry import open_source
-from stretto.tasks.session import schemas
-from stretto.tasks.task import ScoreTimeoutError, TaskSource, close_sources
-from stretto.text.chat import tool_form
-from stretto.text.similar import embeddings
 from stretto.text.tokenizer import Tokenizer
 
 _log = logging.getLogger(__name__)
-_NEED_SANDBOX = ("code", "sheets", "tools")
-"""Kinds of task that run programs. A task in a file of the user's may run programs too."""
-_MAY_WAIT = (*_NEED_SANDBOX, "judged")
-"""Kinds of task whose verdicts may take longer than sampling."""
-_TRIED_PROMPTS = 32
-"""Number of training prompts that are rendered before the start to check their length, beside all held-out prompts. A later one that is
-too long fails its group."""
-_CHECK_S = 60.0
-"""Least deadline of a verdict while a task is checked: the first one may load something."""
 ERROR_FILE = "error.txt"
 """In the run folder: traceback of the role whose error ended the run."""
 _START_S = 300.0
@@ -100,105 +83,6 @@ class Job:
     wandb_project: str | None = None
     stage: str = "rl"
     """Name of the stage in the lineage of the result."""
-
-
-@dataclass(frozen=True, slots=True)
-class SourceTables:
-    """The recipe's sources. A call opens them in the process of the caller, with one sandbox for all."""
-
-    sources: Mapping[str, SourceConfig]
-    sandbox: SandboxConfig
-
-    @property
-    def are_slow(self) -> bool:
-        """Whether groups may wait for tools and verdicts longer than for engines."""
-        return self._may_have(_MAY_WAIT)
-
-    def __call__(self) -> dict[str, TaskSource]:
-        """Raises UserError: a source refuses its arguments, or the required isolation is not available."""
-        sandbox = None
-        if self._may_have(_NEED_SANDBOX):
-            workers = min(
-                TOOL_SLOTS, os.cpu_count() or 1
-            )  # an agent runs the programs of many groups; keepers start on demand
-            sandbox = Sandbox(self.sandbox, strict=self.sandbox.strict, workers=workers)
-        opened: dict[str, TaskSource] = {}
-        with ExitStack() as stack:  # closes what is open when a later source is refused
-            if sandbox is not None:
-                stack.callback(sandbox.close)
-            for name, source in self.sources.items():
-                opened[name] = open_source(name, source, sandbox)
-                stack.callback(opened[name].close)
-            stack.pop_all()
-        return opened
-
-    def _may_have(self, kinds: Collection[str]) -> bool:
-        """Whether any source is of ``kinds``, or a user's own."""
-        return any(source.kind in kinds or ":" in source.kind for source in self.sources.values())
-
-    @contextmanager
-    def opened(self) -> Iterator[dict[str, TaskSource]]:
-        """Context with open sources, which are closed at the end. They stay open after a `ScoreTimeoutError`: a score() still runs."""
-        sources = self()
-        with ExitStack() as stack:
-            stack.callback(close_sources, sources.values())
-            try:
-                yield sources
-            except ScoreTimeoutError:
-                stack.pop_all()
-                raise
-
-
-def check_sources(
-    recipe: RlRecipe, tables: SourceTables, tokenizer: Tokenizer, say: Callable[[str], None]
-) -> tuple[Prompts, dict[str, int]]:
-    """Open every source, validate it, render the first prompts, and close it again. Returns the prompts of the run, and by
-    source the number of answers that one verifier judges at once.
-    Raises UserError: names the source, and the item if the error concerns one."""
-    train, dialogue = recipe.train, Dialogue(tokenizer)
-    for name, reward in recipe.rewards.items():
-        if reward.diversity == "meaning":
-            try:
-                embeddings()
-            except UserError as error:
-                raise UserError(f"rewards.{name}.diversity: {error}") from error
-    teacher_dialogues(recipe, tokenizer)  # refuses teachers of another tokenizer
-    with tables.opened() as sources:
-        deadline_s, limits = recipe.runtime.rewards.deadline_s, recipe.sandbox
-        for name, source in sources.items():
-            if source.verdict_s >= deadline_s:
-                raise UserError(
-                    f"sources.{name}: a verdict may take {source.verdict_s:g} s, and runtime.rewards.deadline_s is "
-                    f"{deadline_s:g}; raise that"
-                )
-            if recipe.sources[name].kind in _NEED_SANDBOX and max(limits.wall_s, limits.cpu_s) >= deadline_s:
-                raise UserError(
-                    f"sources.{name}: a program may take {max(limits.wall_s, limits.cpu_s):g} s (sandbox.wall_s, sandbox.cpu_s), and "
-                    f"runtime.rewards.deadline_s is {deadline_s:g}; raise that, or lower them"
-                )
-            check_source(source, recipe)
-        sizes = {name: source.num_items for name, source in sources.items()}
-        counts = ", ".join(f"{name} ({'endless' if num is None else f'{num:,}'})" for name, num in sizes.items())
-        levels = [source.sandbox.isolation for source in sources.values() if source.sandbox is not None]
-        say(f"problems: {counts}" + "".join(f"; sandbox isolation: {level}" for level in levels[:1]))
-        prompts = plan_prompts(recipe, sizes)
-        tasks = [prompts.task(ordinal) for ordinal in range(min(_TRIED_PROMPTS, train.steps * train.prompts))]
-        tasks += [prompts.held_out(number) for number in range(train.eval_prompts)]
-        offers_tools = False
-        for task in tasks:
-            source = sources[task.source]
-            problem = source.tried(task.item)
-            offered = schemas(source, problem)
-            offers_tools |= bool(offered)
-            check_room(task, len(dialogue.prompt(problem.messages, offered)), train.seq_len)
-        if offers_tools and tokenizer.chat_template and (note := tool_form(tokenizer.chat_template).note()):
-            say(note)
-        return prompts, {name: source.at_once for name, source in sources.items()}
-
-
-def check_source(source: TaskSource, recipe: RlRecipe) -> None:
-    """`TaskSource.validate`, in which a verdict may take as long as in the run, and at least `_CHECK_S`. Raises UserError."""
-    source.validate(limit_s=max(_CHECK_S, recipe.runtime.rewards.deadline_s))
 
 
 class _Device:

@@ -1,11 +1,14 @@
-"""Order of the prompts of a reinforcement-learning run.
+"""Task sources of a recipe, and the order of the prompts that a run takes from them.
 
-The problem of each ordinal is a pure function of the recipe, so that any process of any attempt computes the same one. Imports no torch.
+Sources are opened in the process of a role, after the run has checked all of them. The problem of each ordinal is a pure
+function of the recipe, so that any process of any attempt computes the same one. Imports no torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -15,8 +18,27 @@ from numpy.typing import NDArray
 from stretto.base.errors import UserError
 from stretto.base.trajectory import Task
 from stretto.data.loader import key_of, permute
-from stretto.learning.recipe import RlRecipe
+from stretto.flow.agent import TOOL_SLOTS, check_room
+from stretto.learning.dialogue import Dialogue, teacher_dialogues
+from stretto.learning.recipe import RlRecipe, SourceConfig
+from stretto.learning.roles import SandboxConfig
+from stretto.sandbox.isolate import Sandbox
+from stretto.tasks.registry import open_source
+from stretto.tasks.session import schemas
+from stretto.tasks.task import ScoreTimeoutError, TaskSource, close_sources
+from stretto.text.chat import tool_form
+from stretto.text.similar import embeddings
+from stretto.text.tokenizer import Tokenizer
 
+_NEED_SANDBOX = ("code", "sheets", "tools")
+"""Kinds of task that run programs. A task in a file of the user's may run programs too."""
+_MAY_WAIT = (*_NEED_SANDBOX, "judged")
+"""Kinds of task whose verdicts may take longer than sampling."""
+_TRIED_PROMPTS = 32
+"""Number of training prompts that are rendered before the start to check their length, beside all held-out prompts. A later one that is
+too long fails its group."""
+_CHECK_S = 60.0
+"""Least deadline of a verdict while a task is checked: the first one may load something."""
 # A source without end has at least 2^24 problems: a quarter for the run, a quarter for supervised training, half held out.
 SUPERVISED = 1 << 22
 """First ordinal of supervised training before the run; the run's own ordinals are smaller."""
@@ -107,3 +129,101 @@ def plan_prompts(recipe: RlRecipe, num_items: Mapping[str, int | None]) -> Promp
     total = sum(source.weight for source in recipe.sources.values())
     shares = tuple(source.weight / total for source in recipe.sources.values())
     return Prompts(names, shares, tuple(sizes), recipe.rollout.group, recipe.rollout.max_tokens, recipe.train.seed)
+
+
+@dataclass(frozen=True, slots=True)
+class SourceTables:
+    """The recipe's sources. A call opens them in the process of the caller, with one sandbox for all."""
+
+    sources: Mapping[str, SourceConfig]
+    sandbox: SandboxConfig
+
+    @property
+    def are_slow(self) -> bool:
+        """Whether groups may wait for tools and verdicts longer than for engines."""
+        return self._may_have(_MAY_WAIT)
+
+    def __call__(self) -> dict[str, TaskSource]:
+        """Raises UserError: a source refuses its arguments, or the required isolation is not available."""
+        sandbox = None
+        if self._may_have(_NEED_SANDBOX):
+            # an agent runs the programs of many groups; keepers start on demand
+            workers = min(TOOL_SLOTS, os.cpu_count() or 1)
+            sandbox = Sandbox(self.sandbox, strict=self.sandbox.strict, workers=workers)
+        opened: dict[str, TaskSource] = {}
+        with ExitStack() as stack:  # closes what is open when a later source is refused
+            if sandbox is not None:
+                stack.callback(sandbox.close)
+            for name, source in self.sources.items():
+                opened[name] = open_source(name, source, sandbox)
+                stack.callback(opened[name].close)
+            stack.pop_all()
+        return opened
+
+    def _may_have(self, kinds: Collection[str]) -> bool:
+        """Whether any source is of ``kinds``, or a user's own."""
+        return any(source.kind in kinds or ":" in source.kind for source in self.sources.values())
+
+    @contextmanager
+    def opened(self) -> Iterator[dict[str, TaskSource]]:
+        """Context with open sources, which are closed at the end. They stay open after a `ScoreTimeoutError`: a score() still runs."""
+        sources = self()
+        with ExitStack() as stack:
+            stack.callback(close_sources, sources.values())
+            try:
+                yield sources
+            except ScoreTimeoutError:
+                stack.pop_all()
+                raise
+
+
+def check_sources(
+    recipe: RlRecipe, tables: SourceTables, tokenizer: Tokenizer, say: Callable[[str], None]
+) -> tuple[Prompts, dict[str, int]]:
+    """Open every source, validate it, render the first prompts, and close it again. Returns the prompts of the run, and by
+    source the number of answers that one verifier judges at once.
+    Raises UserError: names the source, and the item if the error concerns one."""
+    train, dialogue = recipe.train, Dialogue(tokenizer)
+    for name, reward in recipe.rewards.items():
+        if reward.diversity == "meaning":
+            try:
+                embeddings()
+            except UserError as error:
+                raise UserError(f"rewards.{name}.diversity: {error}") from error
+    teacher_dialogues(recipe, tokenizer)  # refuses teachers of another tokenizer
+    with tables.opened() as sources:
+        deadline_s, limits = recipe.runtime.rewards.deadline_s, recipe.sandbox
+        for name, source in sources.items():
+            if source.verdict_s >= deadline_s:
+                raise UserError(
+                    f"sources.{name}: a verdict may take {source.verdict_s:g} s, and runtime.rewards.deadline_s is "
+                    f"{deadline_s:g}; raise that"
+                )
+            if recipe.sources[name].kind in _NEED_SANDBOX and max(limits.wall_s, limits.cpu_s) >= deadline_s:
+                raise UserError(
+                    f"sources.{name}: a program may take {max(limits.wall_s, limits.cpu_s):g} s (sandbox.wall_s, sandbox.cpu_s), and "
+                    f"runtime.rewards.deadline_s is {deadline_s:g}; raise that, or lower them"
+                )
+            check_source(source, recipe)
+        sizes = {name: source.num_items for name, source in sources.items()}
+        counts = ", ".join(f"{name} ({'endless' if num is None else f'{num:,}'})" for name, num in sizes.items())
+        levels = [source.sandbox.isolation for source in sources.values() if source.sandbox is not None]
+        say(f"problems: {counts}" + "".join(f"; sandbox isolation: {level}" for level in levels[:1]))
+        prompts = plan_prompts(recipe, sizes)
+        tasks = [prompts.task(ordinal) for ordinal in range(min(_TRIED_PROMPTS, train.steps * train.prompts))]
+        tasks += [prompts.held_out(number) for number in range(train.eval_prompts)]
+        offers_tools = False
+        for task in tasks:
+            source = sources[task.source]
+            problem = source.tried(task.item)
+            offered = schemas(source, problem)
+            offers_tools |= bool(offered)
+            check_room(task, len(dialogue.prompt(problem.messages, offered)), train.seq_len)
+        if offers_tools and tokenizer.chat_template and (note := tool_form(tokenizer.chat_template).note()):
+            say(note)
+        return prompts, {name: source.at_once for name, source in sources.items()}
+
+
+def check_source(source: TaskSource, recipe: RlRecipe) -> None:
+    """`TaskSource.validate`, in which a verdict may take as long as in the run, and at least `_CHECK_S`. Raises UserError."""
+    source.validate(limit_s=max(_CHECK_S, recipe.runtime.rewards.deadline_s))

@@ -25,10 +25,8 @@ from stretto.flow.launch import (
     ERROR_FILE,
     Job,
     Roles,
-    SourceTables,
     TrainerLost,
     check_servers,
-    check_sources,
     is_loss,
     make_factories,
     start_roles,
@@ -36,7 +34,7 @@ from stretto.flow.launch import (
 )
 from stretto.flow.ledger import Ledger
 from stretto.flow.log import Advance, Logbook, Say, Trace, write_trace
-from stretto.flow.prompts import Prompts
+from stretto.flow.prompts import Prompts, SourceTables, check_sources
 from stretto.learning.recipe import (
     GROUPS,
     JOURNAL_FILE,

@@ -24,7 +24,7 @@ from verifiers.v1.runtimes import ProgramResult
 
 from stretto.base.endpoint import excerpt
 from stretto.base.trajectory import Outcome
-from stretto.flow.launch import SourceTables
+from stretto.flow.prompts import SourceTables
 from stretto.learning.recipe import SourceConfig
 from stretto.learning.roles import SandboxConfig
 from stretto.tasks.session import arguments_of, tool_turn

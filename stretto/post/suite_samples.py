@@ -34,7 +34,7 @@ from stretto.data.loader import key_of
 from stretto.evals.scores import MOST_INFRA
 from stretto.flow.agent import AgentRole, GroupFailed
 from stretto.flow.clients import Clients, RewardRequest
-from stretto.flow.launch import SourceTables, check_source
+from stretto.flow.prompts import SourceTables, check_source
 from stretto.flow.reward import RewardRole
 from stretto.flow.rollout import EngineRole, open_rollout_engine
 from stretto.learning.dialogue import Dialogue

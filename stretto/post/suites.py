@@ -12,7 +12,7 @@ from pydantic import Field
 
 from stretto.base.config import Config, plain_tree, read_tree, validate
 from stretto.base.errors import UserError, nearest
-from stretto.flow.launch import SourceTables
+from stretto.flow.prompts import SourceTables
 from stretto.learning.recipe import RlRecipe, SourceConfig
 from stretto.learning.roles import SandboxConfig
 from stretto.tasks.registry import checked_source

@@ -9,7 +9,7 @@ import pytest
 from stretto.base.config import read_recipe
 from stretto.base.paths import RECIPES
 from stretto.base.track import read_metrics
-from stretto.flow.launch import SourceTables
+from stretto.flow.prompts import SourceTables
 from stretto.learning.recipe import RlRecipe
 from stretto.model.checkpoint import read_checkpoint, write_checkpoint
 from tests.api.conftest import Run, refused

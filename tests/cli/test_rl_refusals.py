@@ -231,7 +231,7 @@ def test_a_task_that_refuses_its_own_answers_is_named(stretto: Run, tiny: Path, 
 def test_a_task_whose_check_never_ends_is_named(
     stretto: Run, tiny: Path, finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("stretto.flow.launch._CHECK_S", 0.2)
+    monkeypatch.setattr("stretto.flow.prompts._CHECK_S", 0.2)
     for start in ((), ("--model", finished / "sft")):
         settings = ("--set", "runtime.rewards.deadline_s=0.2", *own(tmp_path, "never returns"))
         result = stretto("rl", tiny, "-o", tmp_path / "run", *start, "--device", "cpu", *settings)

@@ -15,23 +15,13 @@ import torch
 from stretto.api import rl as api_rl
 from stretto.base.errors import UserError
 from stretto.base.trajectory import Outcome, WeightVersion
-from stretto.flow import launch, rollout
+from stretto.flow import prompts, rollout
 from stretto.flow.agent import AgentRole
 from stretto.flow.clients import PooledRewards, RemoteRewards, RewardRequest, Verifiers, connect
 from stretto.flow.files import open_files
-from stretto.flow.launch import (
-    Factories,
-    Gang,
-    Job,
-    Roles,
-    SourceTables,
-    TrainerLost,
-    check_source,
-    make_factories,
-    spread,
-    start_roles,
-)
+from stretto.flow.launch import Factories, Gang, Job, Roles, TrainerLost, make_factories, spread, start_roles
 from stretto.flow.log import pool_rows, pool_scalars
+from stretto.flow.prompts import SourceTables, check_source
 from stretto.flow.reward import RewardRole
 from stretto.flow.rollout import EngineRole
 from stretto.learning.channel import open_channel
@@ -123,7 +113,7 @@ class Stuck(TaskSource):
 
 def test_a_source_is_not_closed_while_its_score_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "own.py").write_text(STUCK)
-    monkeypatch.setattr(launch, "_CHECK_S", 0.1)
+    monkeypatch.setattr(prompts, "_CHECK_S", 0.1)
     short = recipe(rewards={"min": 1, "max": 3, "deadline_s": 0.1})
     tables = SourceTables({"own": SourceConfig(kind=f"{tmp_path / 'own.py'}:Stuck")}, SandboxConfig())
     with (

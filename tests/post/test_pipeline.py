@@ -11,8 +11,7 @@ import pytest
 from stretto.base.config import read_recipe, validate
 from stretto.base.errors import UserError
 from stretto.base.paths import RECIPES
-from stretto.flow.launch import SourceTables
-from stretto.flow.prompts import plan_prompts
+from stretto.flow.prompts import SourceTables, plan_prompts
 from stretto.learning.recipe import RlRecipe
 from stretto.post.pipeline import PipelineRecipe, Step, merged, plan
 from stretto.post.sft import examples, fill_rows, learn_tokenizer

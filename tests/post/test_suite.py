@@ -19,7 +19,7 @@ from stretto.base.trajectory import Outcome
 from stretto.data.conversations import ConversationForm
 from stretto.engine.engine import Engine
 from stretto.evals.scores import pass_at_k, pass_hat_k
-from stretto.flow import launch
+from stretto.flow import prompts
 from stretto.learning.recipe import RlRecipe, SourceConfig
 from stretto.model.checkpoint import write_checkpoint
 from stretto.model.spec import SubnetChoice
@@ -363,7 +363,7 @@ def test_a_judge_that_fails_is_no_wrong_answer(model: Path, own: str, tmp_path: 
 def test_a_task_whose_check_never_ends_is_named(
     model: Path, own: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(launch, "_CHECK_S", 0.5)
+    monkeypatch.setattr(prompts, "_CHECK_S", 0.5)
     usual = suite_samples.Sampler._recipe
 
     def hasty(sampling: suite_samples.Sampler, suite: SuiteConfig) -> RlRecipe:
