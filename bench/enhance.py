@@ -22,7 +22,7 @@ from stretto.api.serve import ServeOptions
 from stretto.base.track import wide_console
 from stretto.pictures.enhance import Enhanced, enhance, suffixed
 from stretto.tasks.shapes.fields import FIELDS
-from stretto.tasks.shapes.ledger import unkept
+from stretto.tasks.shapes.rules import unkept
 from stretto.tasks.shapes.syntax import understand
 
 REQUESTS: Final = Path(__file__).parent / "data/enhance.tsv"

@@ -22,7 +22,8 @@ from pathlib import Path
 from bench.common.measure import bench_parser, table
 from stretto.base.errors import UserError
 from stretto.base.track import wide_console
-from stretto.tasks.shapes.ledger import INVERSE, Ledger, Relation, Thing, read
+from stretto.tasks.shapes.ledger import INVERSE, Ledger, Relation, Thing
+from stretto.tasks.shapes.rules import read
 from stretto.tasks.shapes.syntax import understand
 from stretto.tasks.shapes.turns import Conversation, tell
 from stretto.tasks.shapes.words import COLOURS, singular

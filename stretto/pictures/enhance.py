@@ -21,7 +21,8 @@ from typing import Any
 from stretto.base.errors import UserError, nearest
 from stretto.base.records import Lineage, history
 from stretto.tasks.shapes.fields import PLAIN, at_odds, fields_of, joined, messages, repeats, schema
-from stretto.tasks.shapes.ledger import Ledger, contradictions, unkept
+from stretto.tasks.shapes.ledger import Ledger, contradictions
+from stretto.tasks.shapes.rules import unkept
 from stretto.tasks.shapes.syntax import understand
 
 _MAX_TOKENS = 1024

@@ -1,4 +1,4 @@
-"""Backend that draws coloured shapes exactly, without a model: it reads the prompt with `stretto.tasks.shapes.ledger.read`."""
+"""Backend that draws coloured shapes exactly, without a model: it reads the prompt with `stretto.tasks.shapes.rules.read`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from stretto.tasks.shapes.draw import (
     see,
     unmet,
 )
-from stretto.tasks.shapes.ledger import Ledger, read
+from stretto.tasks.shapes.ledger import Ledger
+from stretto.tasks.shapes.rules import read
 
 _TRIES = 200
 """Number of random layouts that are tried for new shapes beside those that stay."""

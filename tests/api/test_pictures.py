@@ -25,7 +25,7 @@ from stretto.pictures.door import PATH
 from stretto.pictures.renderer import Renderer
 from stretto.tasks.shapes.draw import see, unmet
 from stretto.tasks.shapes.fields import FIELDS, PLAIN, SYSTEM
-from stretto.tasks.shapes.ledger import read, unkept
+from stretto.tasks.shapes.rules import read, unkept
 from stretto.text.chat import CHATML
 from stretto.text.tokenizer import train_tokenizer
 from tests.api.conftest import HEALING, PRESETS, RECIPE, SERVED, refused

@@ -13,7 +13,7 @@ from stretto.pictures.backend import PaintRequest, check_request
 from stretto.pictures.renderer import Renderer
 from stretto.pictures.verify import ShapesVerifier
 from stretto.tasks.shapes.draw import see, unmet
-from stretto.tasks.shapes.ledger import read
+from stretto.tasks.shapes.rules import read
 from tests.pictures.erring import misreading
 
 OPTIONS = PaintOptions(width=96, height=96, images=8)

@@ -20,7 +20,8 @@ from stretto.pictures.agent import painted
 from stretto.pictures.backend import Control, Lora, PaintRequest
 from stretto.pictures.diffusers import Diffusers
 from stretto.pictures.verify import Verdict
-from stretto.tasks.shapes.ledger import Ledger, Unkept, read
+from stretto.tasks.shapes.ledger import Ledger, Unkept
+from stretto.tasks.shapes.rules import read
 from tests.pictures.tiny_pipeline import build
 
 

@@ -22,7 +22,7 @@ from stretto.pictures.enhance import Wording
 from stretto.server.limits import CLIENT, GoneError
 from stretto.server.server import ServeSettings, key_holders
 from stretto.tasks.shapes.fields import EXAMPLE, FIELDS, PLAIN
-from stretto.tasks.shapes.ledger import read, unkept
+from stretto.tasks.shapes.rules import read, unkept
 
 REQUEST = "two red cubes left of a blue sphere"
 ASKED = {"messages": [{"content": json.dumps({"prompt": REQUEST, "width": 64, "height": 64})}]}

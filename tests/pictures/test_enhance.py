@@ -11,7 +11,7 @@ from stretto.base.errors import UserError
 from stretto.base.records import Receipt, new_lineage
 from stretto.pictures.enhance import Enhanced, Wording, enhance, is_enhancer, repaired, suffixed
 from stretto.tasks.shapes.fields import EXAMPLE, FIELDS, PLAIN, fields_of
-from stretto.tasks.shapes.ledger import read, unkept
+from stretto.tasks.shapes.rules import read, unkept
 
 REQUEST = "two red cubes left of a blue sphere"
 WRITTEN = {

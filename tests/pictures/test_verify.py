@@ -24,7 +24,8 @@ from stretto.pictures.verify import (
     lines_with,
     statements,
 )
-from stretto.tasks.shapes.ledger import Ledger, read
+from stretto.tasks.shapes.ledger import Ledger
+from stretto.tasks.shapes.rules import read
 from tests.tasks.judges import judging
 
 BLANK = Image.new("RGB", (32, 32), "white")

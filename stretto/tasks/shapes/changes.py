@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Final
 
-from stretto.tasks.shapes.ledger import INVERSE, Ledger, Relation, Thing, read
+from stretto.tasks.shapes.ledger import INVERSE, Ledger, Relation, Thing
+from stretto.tasks.shapes.rules import read
 from stretto.tasks.shapes.syntax import understand
 from stretto.tasks.shapes.words import COLOURS, NUMBER_WORDS, QUALITIES, RELATIONS, plural, singular
 

@@ -20,7 +20,8 @@ from stretto.base.errors import UserError
 from stretto.base.trajectory import Outcome
 from stretto.tasks.shapes.draw import PALETTE, RELATIONS, draw, place, see, unmet
 from stretto.tasks.shapes.fields import ASPECTS, PLAIN, fields_of, joined, messages, spoken
-from stretto.tasks.shapes.ledger import Ledger, Relation, Thing, read, unkept, with_number
+from stretto.tasks.shapes.ledger import Ledger, Relation, Thing, with_number
+from stretto.tasks.shapes.rules import read, unkept
 from stretto.tasks.task import Answer, Problem, Score, TaskSource
 
 NOUNS: Final = ("circle", "square", "triangle")

@@ -1,6 +1,6 @@
 """Reader of free English for the picture ledger: a dependency parse (spaCy, optional) turned into things, colours, counts and relations.
 
-`stretto.tasks.shapes.ledger.read` is the exact grammar of the `shapes` tasks and the fallback; it takes every unknown word for a noun. A
+`stretto.tasks.shapes.rules.read` is the exact grammar of the `shapes` tasks and the fallback; it takes every unknown word for a noun. A
 parse tells nouns from verbs and adjectives, and finds the subject of a preposition or verb. Negations, quantifiers and comparisons are
 rewritten or removed before both readers, by `stretto.tasks.shapes.scope`.
 """
@@ -14,8 +14,9 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, Final
 
-from stretto.tasks.shapes.ledger import Ledger, Relation, Request, Thing, bind, check_language, read, refer
+from stretto.tasks.shapes.ledger import Ledger, Relation, Thing, bind, refer
 from stretto.tasks.shapes.phrases import NounPhrases
+from stretto.tasks.shapes.rules import Request, check_language, read
 from stretto.tasks.shapes.words import (
     COLOURS,
     DEFINITE,
@@ -111,7 +112,7 @@ def understand(text: str, first_id: int = 0) -> Ledger:
     plain = re.sub(r"\bclose (?=up (?:of|photo|shot|view|picture|image)\b)", "close-", plain, flags=re.I)
     plain = re.sub(r"\bteddy bear(?=s?\b)", "teddybear", plain)  # else "bear" is parsed as a verb
     plain = re.sub(r"(?<=\w)-(?=\w)", _HYPHEN, " ".join(plain.split()))
-    found = _Reader(pipeline(plain), request).ledger()
+    found = _SyntaxReader(pipeline(plain), request).ledger()
     things = tuple(replace(each, id=each.id + first_id) for each in found.things)
     relations = tuple(Relation(each.subject + first_id, each.kind, each.other + first_id) for each in found.relations)
     return replace(found, things=things, relations=relations)
@@ -119,7 +120,7 @@ def understand(text: str, first_id: int = 0) -> Ledger:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """A preposition that relates things. Written by `_Reader._read_place`."""
+    """A preposition that relates things. Written by `_SyntaxReader._read_place`."""
 
     phrase: Any
     """Its words: "in front of"."""
@@ -129,7 +130,7 @@ class _Place:
     """The nouns or pronouns behind it."""
 
 
-class _Reader:
+class _SyntaxReader:
     """One pass over a parsed request. Tokens are spaCy's."""
 
     def __init__(self, doc: Any, request: Request) -> None:

@@ -24,7 +24,8 @@ from stretto.tasks.shapes.changes import (
     parse_number,
     spoken_of,
 )
-from stretto.tasks.shapes.ledger import QUOTED, Ledger, check_language, contradictions
+from stretto.tasks.shapes.ledger import Ledger, contradictions
+from stretto.tasks.shapes.rules import QUOTED, check_language
 from stretto.tasks.shapes.words import COLOURS, plural
 
 _FIRST_SIGN = 0x13000

@@ -8,7 +8,7 @@ from PIL import Image, ImageFilter
 
 from stretto.base.errors import UserError
 from stretto.tasks.shapes.draw import draw, place, see, unmet
-from stretto.tasks.shapes.ledger import read
+from stretto.tasks.shapes.rules import read
 from stretto.tasks.shapes.source import ShapesArgs, sample_ledger
 
 

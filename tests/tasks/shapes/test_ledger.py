@@ -5,15 +5,8 @@ import random
 import pytest
 
 from stretto.base.errors import UserError
-from stretto.tasks.shapes.ledger import (
-    Ledger,
-    Relation,
-    Thing,
-    contradictions,
-    describe,
-    read,
-    unkept,
-)
+from stretto.tasks.shapes.ledger import Ledger, Relation, Thing, contradictions, describe
+from stretto.tasks.shapes.rules import read, unkept
 from stretto.tasks.shapes.source import ShapesArgs, sample_ledger
 from stretto.tasks.shapes.syntax import parser, understand
 from stretto.tasks.shapes.turns import Conversation, tell

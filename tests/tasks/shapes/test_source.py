@@ -6,7 +6,7 @@ import random
 import pytest
 
 from stretto.tasks.shapes.fields import EXAMPLE, PLAIN, SYSTEM, spoken
-from stretto.tasks.shapes.ledger import read
+from stretto.tasks.shapes.rules import read
 from stretto.tasks.shapes.source import ShapesArgs, ShapesSource, request_of, sample_ledger
 from stretto.tasks.task import Answer, Score
 
