@@ -50,7 +50,7 @@ from stretto.post.quantise import PARTS, gptq, round_to_nearest, schemes_of, unt
 from stretto.report.page import Cell, Plot, Table, Tabled
 from stretto.subnets.candidate import Limits
 from stretto.subnets.extract import Extracted, verified_extract
-from stretto.subnets.latency import LatencyTable, check, measure, read_table, usual_workloads, write_table
+from stretto.subnets.latency import LatencyTable, measure, read_table, usual_workloads, write_table
 from stretto.subnets.search import SearchResult
 from stretto.subnets.space import SearchSpace
 from stretto.train.finish import write_trained
@@ -95,20 +95,6 @@ def warn_if_far_off(path: Path, table: LatencyTable) -> None:
             f"{path}: its predictions were wrong by up to {error:.1%}, too far off to search with, probably because the machine was "
             "busy: measure again when it is quiet"
         )
-
-
-def latency_errors(run: Path, device: str = "auto") -> dict[str, float]:
-    """Relative error of the table's prediction against a measurement, for every preset and the full network."""
-    checkpoint = load_checkpoint(run, join(device))
-    table = read_table(run / LATENCY_FILE, checkpoint.model)
-    names = named_subnets(checkpoint.config, checkpoint.presets)
-    found = check(table, checkpoint.model, list(names.values()), num_rounds=3)
-    kinds = len(table.timings)
-    return {
-        f"{name}, {result.workload.phase}": result.error
-        for index, name in enumerate(names)
-        for result in found[index * kinds : (index + 1) * kinds]
-    }
 
 
 def kept_table(run: Path, network: Transformer, ranks: Ranks, needed: bool) -> LatencyTable | None:

@@ -195,20 +195,12 @@ def tokenize(
     say(f"{manifest.num_tokens:,} tokens of {manifest.num_documents:,} documents in {out}")
 
 
-def latency(run: RunFolder, device: Device = "auto", verify: bool = False) -> None:
+def latency(run: RunFolder, device: Device = "auto") -> None:
     """Measure this machine's latency table, which lets the search keep a limit in milliseconds.
 
     Reads a run; writes latency.json into it.
-
-    Args:
-        verify: Also measure the named sizes and print the error of each prediction.
     """
     stretto.latency(run, device=device)
-    if verify:
-        from stretto.api.search import latency_errors
-
-        for name, error in latency_errors(run, device).items():
-            say(f"{name}: predicted {error:+.1%} off the measured time")
 
 
 def search(

@@ -305,7 +305,7 @@ def measure(
     held_out = [_at_most(config, (min_depth + config.num_layers) // 2, *pair) for pair in _between(config, pairs)]
     held_out = [subnet for subnet in held_out if subnet not in fitted]
     samples = _Samples(model, time_fn)
-    measured = samples.fastest_ms("measure latency", [*fitted, *held_out], workloads, num_rounds)
+    measured = samples.fastest_ms([*fitted, *held_out], workloads, num_rounds)
 
     def timing(workload: Workload) -> Timing:
         fitted_ms, held_out_ms = measured[workload][: len(fitted)], measured[workload][len(fitted) :]
@@ -339,45 +339,6 @@ def _between(config: ModelConfig, pairs: Sequence[tuple[int, int]]) -> list[tupl
     return [others[len(others) // 3], others[len(others) * 2 // 3]] if others else [pairs[len(pairs) // 2]]
 
 
-class Check(Config):
-    """Predicted and measured time of one Subnet."""
-
-    subnet: Subnet
-    workload: Workload
-    predicted_ms: float
-    measured_ms: float
-
-    @property
-    def error(self) -> float:
-        """Signed relative error of the prediction."""
-        return self.predicted_ms / self.measured_ms - 1.0
-
-
-def check(
-    table: LatencyTable,
-    model: Transformer,
-    subnets: Sequence[Subnet],
-    *,
-    num_rounds: int = 7,
-    time_fn: TimeFn | None = None,
-) -> list[Check]:
-    """Measure ``subnets`` and compare them with the predictions of ``table``, for every workload of the table."""
-    require_match(table, model, "latency table")
-    workloads = [timing.workload for timing in table.timings]
-    time_fn = time_fn or engine_seconds(model.head_VD.device)
-    measured = _Samples(model, time_fn).fastest_ms("check latency", subnets, workloads, num_rounds)
-    return [
-        Check(
-            subnet=subnet,
-            workload=workload,
-            predicted_ms=table.predict_ms(subnet, workload),
-            measured_ms=measured[workload][index],
-        )
-        for index, subnet in enumerate(subnets)
-        for workload in workloads
-    ]
-
-
 class _Samples:
     """Timed samples, each between two runs of the same matmul, which show whether other work slowed the machine."""
 
@@ -390,7 +351,7 @@ class _Samples:
         self.num_samples = self.num_disturbed = self.num_uncertain = 0
 
     def fastest_ms(
-        self, title: str, subnets: Sequence[Subnet], workloads: Sequence[Workload], num_rounds: int
+        self, subnets: Sequence[Subnet], workloads: Sequence[Workload], num_rounds: int
     ) -> dict[Workload, list[float]]:
         """Milliseconds of the fastest sample of each of ``subnets``, by workload.
 
@@ -412,11 +373,11 @@ class _Samples:
                     advance(1)
 
         start = time.perf_counter()
-        with progress(f"{title} of {len(subnets)} sizes", len(subnets) * len(workloads)) as advance:
+        with progress(f"measure latency of {len(subnets)} sizes", len(subnets) * len(workloads)) as advance:
             round_of(advance)
         num_more = min(num_rounds - 1, max(1, int(BUDGET_S / (time.perf_counter() - start)) - 1))
         if num_more:
-            with progress(f"{title}, again", num_more * len(subnets) * len(workloads)) as advance:
+            with progress("measure latency, again", num_more * len(subnets) * len(workloads)) as advance:
                 for _ in range(num_more):
                     round_of(advance)
         for of_network in samples.values():
