@@ -133,7 +133,7 @@ def evaluate(
         human: file of human-written texts; the report lists the word trigrams that open-ended answers use more often.
         right: file to write the correct answers to, as conversations for `sft`.
         settings: ``samples`` (per problem; 1 for greedy decoding, otherwise 4), ``limit`` (problems per domain), ``temperature`` (the suite's),
-            ``baselines``, ``embed``, ``seed``, ``max_batch``.
+            ``baselines``, ``seed``, ``max_batch``.
 
     Raises:
         UserError: no such suite or size, or a judge that may not be used.
@@ -145,7 +145,7 @@ def evaluate(
         subnet = _named(source, subnet)
     theirs, ours = ([], suites) if isinstance(suites, Mapping) else harness_names(_listed(suites))
     flags = {"--right": right, "--judge": judge, "--human": human}
-    _refuse_unused(theirs, ours, flags | {"--embed": settings.get("embed")}, flags | {"--subnet": subnet}, presets)
+    _refuse_unused(theirs, ours, flags, flags | {"--subnet": subnet}, presets)
     check_installed(theirs)
     asked = options(**settings)
     if presets:
@@ -256,8 +256,6 @@ def compare(
 
 def options(**settings: Any) -> EvalOptions:
     """Validated options of an evaluation. Raises `UserError`: an impossible value."""
-    if settings.get("embed") is not None:
-        settings["embed"] = checkpoint_folder(settings["embed"])
     return validate_options(EvalOptions, settings | {"threads": torch.get_num_threads()})
 
 

@@ -130,7 +130,6 @@ def evaluate(
     presets: bool = False,
     temperature: float | None = None,
     baselines: bool = True,
-    embed: Path | None = None,
     seed: int = 0,
     max_batch: MaxBatch = 64,
     right: Path | None = None,
@@ -148,7 +147,6 @@ def evaluate(
         presets: Evaluate every named size and compare them, as stretto compare does.
         temperature: Sampling temperature; 0: greedy decoding. Default: the suite's own.
         baselines: Also score a trivial baseline.
-        embed: Checkpoint whose hidden states measure the similarity of answers. Default: overlap of characters.
         seed: Random seed.
         right: File to write correct answers to, as conversations for stretto sft --data.
         judge: URL of an LLM judge for open-ended answers, http://…/v1; not the judge that rewarded the model.

@@ -1,27 +1,24 @@
 """Diversity of the answers to one problem: measures of a group of texts, and means over problems.
 
-The measures need pairwise similarities: of characters or words (`stretto.text.similar`), or of a network's hidden states (`embed`),
-which compare meaning. Models that are compared with each other must use the same network for all of them.
+The measures need pairwise similarities (`stretto.text.similar`).
 
-Shape letters: N texts, D hidden, B rows, T positions.
+Shape letters: N texts.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
-import torch
 
-from stretto.model.transformer import Context, Transformer
 from stretto.text.similar import clusters_N, distinct, ngrams, words
 
 MEASURES = ("distinct_1", "distinct_2", "self_bleu", "vendi", "clusters")
 """Keys of `diversity`, in the order of reports."""
-SAME_AT = {"characters": 0.8, "hidden": 0.9}
-"""Smallest similarity of two texts of one cluster (our choice: one changed word in a sentence of ten; a guess for hidden states)."""
+SAME_AT = 0.8
+"""Smallest similarity by characters of two texts of one cluster (our choice: one changed word in a sentence of ten)."""
 _ORDERS, _SMOOTHING = 4, 0.1
 """BLEU: longest n-gram, and the count that replaces a count of 0 (nltk's smoothing method 1)."""
 
@@ -77,41 +74,3 @@ def self_bleu(texts: Sequence[Sequence[str]]) -> float:
         brevity = min(1.0, math.exp(1 - closest / len(own)))
         scores.append(brevity * math.exp(sum(map(math.log, shares)) / len(shares)))
     return float(np.mean(scores))
-
-
-def padded_batches(rows: Sequence[Sequence[int]], num_tokens: int) -> Iterator[tuple[list[int], torch.Tensor]]:
-    """Batches of about ``num_tokens`` tokens of the non-empty ``rows``, of similar length: indices of the rows, and token ids [B, T].
-    Padding with 0 follows a row's own tokens, which do not attend to it."""
-    order = sorted((place for place, row in enumerate(rows) if len(row)), key=lambda place: len(rows[place]))
-    while order:
-        num = max(1, num_tokens // len(rows[order[-1]]))
-        batch, order = order[-num:], order[:-num]
-        tensors = [torch.tensor(rows[place], dtype=torch.int64) for place in batch]
-        yield batch, torch.nn.utils.rnn.pad_sequence(tensors, batch_first=True)
-
-
-@torch.no_grad()
-def embed(model: Transformer, tokens: Sequence[Sequence[int]], tokens_at_once: int = 4096) -> np.ndarray:
-    """Mean over positions of the last hidden states, fp64 [N, D]; zeros for a text without tokens. Texts are truncated to the network's
-    positions."""
-    device = next(model.parameters()).device
-    rows = [each[: model.config.max_positions] for each in tokens]
-    found_ND = np.zeros((len(rows), model.config.hidden_size))
-    for batch, ids_BT in padded_batches(rows, tokens_at_once):
-        ids_BT = ids_BT.to(device)
-        hidden_BTD = model(ids_BT, model.config.full(), Context.plain(ids_BT)).hidden_BTD.double()
-        for row, place in enumerate(batch):
-            found_ND[place] = hidden_BTD[row, : len(rows[place])].mean(0).cpu().numpy()
-    return found_ND
-
-
-def cosines(embedded_ND: np.ndarray, centre_D: np.ndarray) -> np.ndarray:
-    """Cosine similarities [N, N] of embeddings after subtraction of ``centre_D``. Without it all texts would be similar, because
-    hidden states have a large common component. Embeddings equal to the centre are similar to each other only."""
-    centred_ND = embedded_ND - centre_D
-    sizes_N1 = np.linalg.norm(centred_ND, axis=1, keepdims=True)
-    unit_ND = np.divide(centred_ND, sizes_N1, out=np.zeros_like(centred_ND), where=sizes_N1 > 1e-9)
-    alike_NN = unit_ND @ unit_ND.T
-    alike_NN[np.outer(sizes_N1 <= 1e-9, sizes_N1 <= 1e-9)] = 1.0
-    np.fill_diagonal(alike_NN, 1.0)
-    return alike_NN

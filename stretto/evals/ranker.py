@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 import random
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -38,7 +38,6 @@ from stretto.base.paths import read_json, replacing, write_json
 from stretto.base.records import file_sha256
 from stretto.data.files import find_files
 from stretto.data.sources import read_rows
-from stretto.evals.diversity import padded_batches
 from stretto.evals.rated import LIKE_THESE, RATED, RatedText, RatingHead, Ratings
 from stretto.model.checkpoint import read_checkpoint, weights_hash
 from stretto.model.transformer import Context, Transformer
@@ -219,7 +218,7 @@ class Reader:
         owners = [(at, start) for at, ids in enumerate(encoded) for start in range(0, len(ids), limit)]
         rows = [[self.tokenizer.eos_id, *encoded[at][start : start + limit]] for at, start in owners]
         sum_ND = torch.zeros(len(texts), self.model.config.hidden_size)
-        for batch, ids_BT in padded_batches(rows, _TOKENS_AT_ONCE[self.device.type]):
+        for batch, ids_BT in _padded_batches(rows, _TOKENS_AT_ONCE[self.device.type]):
             middle_BTD, _ = self._states(ids_BT.to(self.device))
             for row, at in enumerate(batch):
                 sum_ND[owners[at][0]] += middle_BTD[row, 1 : len(rows[at])].float().sum(0).cpu()
@@ -237,7 +236,7 @@ class Reader:
         """States [T, 2 D] of the first ``num_states`` texts, and surprisals [T] of all texts after their prompts; fp32."""
         rows = [[self.tokenizer.eos_id, *prompt, *text] for prompt, text in zip(prompts, own, strict=True)]
         states, surprisals = dict[int, Tensor](), dict[int, Tensor]()
-        for batch, ids_BT in padded_batches(rows, _TOKENS_AT_ONCE[self.device.type]):
+        for batch, ids_BT in _padded_batches(rows, _TOKENS_AT_ONCE[self.device.type]):
             targets_BT = torch.full_like(ids_BT, IGNORED)
             spans = [slice(len(rows[at]) - len(own[at]), len(rows[at])) for at in batch]
             for row, span in enumerate(spans):
@@ -496,3 +495,14 @@ def features(reader: Reader, passages: Sequence[Passage], damages: Sequence[Mapp
     texts = [[each.text for each in passages], *([each[name] for each in damages] for name in DAMAGES)]
     asked = [(own.prompt, text) for each in texts for own, text in zip(passages, each, strict=True)]
     return reader.read(asked).unflatten(0, (len(texts), len(passages)))
+
+
+def _padded_batches(rows: Sequence[Sequence[int]], num_tokens: int) -> Iterator[tuple[list[int], torch.Tensor]]:
+    """Batches of about ``num_tokens`` tokens of the non-empty ``rows``, of similar length: indices of the rows, and token ids [B, T].
+    Padding with 0 follows a row's own tokens, which do not attend to it."""
+    order = sorted((place for place, row in enumerate(rows) if len(row)), key=lambda place: len(rows[place]))
+    while order:
+        num = max(1, num_tokens // len(rows[order[-1]]))
+        batch, order = order[-num:], order[:-num]
+        tensors = [torch.tensor(rows[place], dtype=torch.int64) for place in batch]
+        yield batch, torch.nn.utils.rnn.pad_sequence(tensors, batch_first=True)

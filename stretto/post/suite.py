@@ -7,21 +7,20 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
-import torch
 
 from stretto.base.config import check_unchanged, completed
 from stretto.base.errors import UserError
 from stretto.base.paths import claimed, read_json, write_text
 from stretto.base.records import find_lineage, history
 from stretto.base.trajectory import Outcome
-from stretto.evals.diversity import MEASURES, SAME_AT, cosines, diversity, embed
+from stretto.evals.diversity import MEASURES, SAME_AT, diversity
 from stretto.evals.scores import (
     Interval,
     majority_at_k,
@@ -30,7 +29,7 @@ from stretto.evals.scores import (
     pass_hat_k,
     student_interval,
 )
-from stretto.model.checkpoint import read_checkpoint, read_config, weights_hash
+from stretto.model.checkpoint import read_config, weights_hash
 from stretto.model.spec import Counts, Subnet, count
 from stretto.post.suite_samples import (
     ASKED_FILE,
@@ -148,7 +147,7 @@ def evaluate(
     """
     config, tokenizer = read_config(folder), load_tokenizer(folder)
     suites = {key: _resolved(key, suite, options, config.max_positions) for key, suite in suites.items()}
-    asked = options.model_dump(mode="json", include={"seed", "baselines", "embed"}) | {
+    asked = options.model_dump(mode="json", include={"seed", "baselines"}) | {
         "weights": weights_hash(folder),
         "subnet": None if subnet is None else subnet.model_dump(mode="json"),
         "prompt": "plain text" if tokenizer.chat_template is None else "chat template",
@@ -162,7 +161,7 @@ def evaluate(
                 before,
                 asked,
                 out,
-                ("baselines", "embed"),
+                ("baselines", "embed"),  # older versions asked for ``embed``, too
                 work="evaluation",
                 remedy="choose another folder with --out",
                 options={"problems": "--limit", "samples": "--samples", "temperature": "--temperature"},
@@ -174,11 +173,7 @@ def evaluate(
         sampler = Sampler(folder, tokenizer, out, options, suites, config.max_positions)
         to_end(sampler.run(subnet, device, asked))
         counts, samples = count(config, subnet or config.full()), sampler.samples
-        similarity = _similarity(sampler.domains, options.embed)
-        domains = {
-            name: _result(name, domain, samples, options, similarity, counts)
-            for name, domain in sampler.domains.items()
-        }
+        domains = {name: _result(name, domain, samples, options, counts) for name, domain in sampler.domains.items()}
         cost = _cost(counts, list(samples.values()))
         mean = mean_of(domains, options.seed)
         found = Evaluation(name, asked, mean, domains, cost, [stage.run_id for stage in history(find_lineage(folder))])
@@ -287,15 +282,11 @@ def scored(name: str, value_PS: np.ndarray, ks: Sequence[int], seed: int) -> dic
     }
 
 
-Similarity = Callable[[Sequence[Sample]], np.ndarray]
-
-
 def _result(
     name: str,
     domain: Domain,
     samples: Mapping[Key, Sample],
     options: EvalOptions,
-    similarity: Similarity,
     counts: Counts,
 ) -> DomainResult:
     num, every = domain.source.variants * domain.num_samples, [samples.get(key) for key in domain.keys(name)]
@@ -307,8 +298,8 @@ def _result(
     votes_PS = [[_vote(read[one.item, one.number].text) if one else None for one in row] for row in table]
     ks = [] if domain.is_graded else [k for k in _KS if k < num] + [num]
     majorities = {k: majority_at_k(value_PS, votes_PS, k, options.seed) for k in ks if k > 2}
-    same_at = SAME_AT["hidden" if options.embed else "characters"]
-    kinds = [diversity([one.text for one in group], similarity(group), same_at) for group in groups if len(group) > 1]
+    texts = [[one.text for one in group] for group in groups if len(group) > 1]
+    kinds = [diversity(each, similarity_NN(each, "characters"), SAME_AT) for each in texts]
     measures = {measure: [each[measure] for each in kinds] for measure in MEASURES}
     return DomainResult(
         **scored(name, value_PS, ks, options.seed),
@@ -350,18 +341,3 @@ def _vote(answer: str) -> str | None:
         return None
     number = as_number(answer)
     return answer if number is None else str(number)
-
-
-def _similarity(domains: Mapping[str, Domain], folder: Path | None) -> Similarity:
-    """Similarity of the answers to one problem: by hidden states of the checkpoint ``folder``, else by character trigrams."""
-    if folder is None:
-        return lambda group: similarity_NN([one.text for one in group], "characters")
-    model, tokenizer = read_checkpoint(folder, dtype=torch.float32).model, load_tokenizer(folder)
-    # centred on the prompts, which are the same for every evaluated model
-    centres = {
-        name: embed(model, tokenizer.encode_batch([text for text, _ in domain.prompts.values()])).mean(0)
-        for name, domain in domains.items()
-    }
-    return lambda group: cosines(
-        embed(model, tokenizer.encode_batch([one.text for one in group])), centres[group[0].domain]
-    )

@@ -54,8 +54,6 @@ class EvalOptions(Config):
     seed: int = 0
     baselines: bool = True
     """Whether to score trivial baselines."""
-    embed: Path | None = None
-    """Checkpoint whose hidden states measure the similarity of answers; None: character trigrams."""
     threads: int = Field(default=1, gt=0)
     max_batch: int = Field(default=64, gt=0)
 

@@ -227,8 +227,7 @@ def _answers(
     means: list[float | None] = []
     for model, same in zip(models, are_same, strict=True):
         values = [own[measure] for name in names if measure in (own := measures_of(model.domains[name]))]
-        is_like = measure not in ("vendi", "clusters") or model.asked.get("embed") == models[0].asked.get("embed")
-        means.append(float(np.mean(values)) if len(values) == len(names) and is_like and same else None)
+        means.append(float(np.mean(values)) if len(values) == len(names) and same else None)
     return means
 
 

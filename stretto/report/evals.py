@@ -154,9 +154,7 @@ def answers_table(found: Evaluation) -> Table:
         measured = measures_of(result)
         ends = ", ".join(f"{why} {num}" for why, num in sorted(result.finishes.items()))
         rows.append((Cell(name), *(number_cell(measured.get(each)) for each in MEASURE_NAMES), Cell(ends)))
-    embedder = found.asked.get("embed")
-    by = f"hidden states of {embedder}" if embedder else "character trigrams"
-    note = f"Diversity of the answers to one problem; similarity by {by}."
+    note = "Diversity of the answers to one problem; similarity by character trigrams."
     return Table("Answers", ("Domain", *MEASURE_NAMES.values(), "Finish reasons"), tuple(rows), (), note)
 
 

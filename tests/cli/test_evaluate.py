@@ -95,7 +95,6 @@ def test_refusals(served_run: Path, suite: Path, tmp_path: Path, stretto: Run) -
     refused(stretto("eval", served_run, *arguments, "--subnet", "cornr"), "--subnet cornr", "corner")
     refused(stretto("eval", served_run, *arguments, "--samples", "0"), "samples")
     refused(stretto("eval", served_run, *arguments, "--temperature", "0", "--samples", "4"), "--samples 4")
-    refused(stretto("eval", served_run, *arguments, "--embed", tmp_path), "config.json")
     refused(stretto("compare", served_run, served_run, "-o", tmp_path / "out"), "--suite")
     refused(stretto("compare", "nosuch", served_run, "--suite", suite, "-o", tmp_path / "out"), "nosuch: config.json")
     refused(stretto("compare", served_run, "nosuch", "--suite", suite, "-o", tmp_path / "out"), "nosuch: config.json")

@@ -15,7 +15,6 @@ from stretto.post.suite import Cost, DomainResult, Evaluation
 from stretto.report.comparison import (
     Comparison,
     compare,
-    compared_answers,
     comparison_page,
     comparison_table,
     domain_lines,
@@ -207,13 +206,6 @@ def test_the_headline_of_a_reference_that_is_last_names_the_model_before_it() ->
     headline = comparison_page(found).headline
     assert headline.startswith("rl scores 62 %, sft 50 %; its worst domain is words, −25.0 (")
     assert "Significant differences: sums, words, of 2 domains." in headline
-
-
-def test_similarities_of_two_kinds_are_not_compared() -> None:
-    first, other = evaluation("a", START), evaluation("b", START)
-    found = compare([first, replace(other, asked=other.asked | {"embed": "sft"})], {})
-    assert found.answers["vendi"] == [2.5, None]
-    assert "–" in printed(compared_answers(found))
 
 
 def test_the_comparison_of_domains(tmp_path: Path) -> None:
