@@ -65,12 +65,6 @@ class Simulated:
     """From the first dispatch to the end of the last step."""
     samples_per_s: float
     """Trained samples per second, without the steps of the first fill."""
-    trainer_busy: float
-    """Share of the time in which it trains or publishes."""
-    engines_busy: float
-    """Share of the engines' places that are taken while the run lasts."""
-    verifiers_busy: float
-    """Share of the verifiers that judge."""
     max_staleness: int
     limit: str
     """Part that limits: trainer, engines or verifiers; else the staleness bound, for which all of them wait."""
@@ -149,9 +143,6 @@ class _Run:
         return Simulated(
             wall_s=wall_s,
             samples_per_s=num / (wall_s - since_s),
-            trainer_busy=busy["trainer"],
-            engines_busy=busy["engines"],
-            verifiers_busy=busy["verifiers"],
             max_staleness=self._controller.max_staleness,
             limit=highest if busy[highest] >= BUSY else "staleness bound",
         )
