@@ -28,7 +28,7 @@ from bench.common.measure import bench_parser
 from stretto.base.config import Config, completed
 from stretto.base.errors import UserError
 from stretto.base.numbers import counted
-from stretto.base.parent import end_pool_worker_with_parent
+from stretto.base.parent import end_with_parent
 from stretto.base.paths import read_json, remove, replacing, write_json
 from stretto.base.records import git_commit
 from stretto.base.track import say
@@ -195,7 +195,7 @@ def carry_out(
     os.environ["OMP_NUM_THREADS"] = "1"  # inherited by the processes; this process has read it already
     out.mkdir(parents=True, exist_ok=True)
     context = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(jobs, context, _begin, (out / LOG_FILE,))
+    pool = ProcessPoolExecutor(jobs, context, _begin, (out / LOG_FILE, os.getpid()))
     try:
         return _carry_out(plan, out, jobs, time.monotonic() + 60 * minutes, recorded, pool)
     finally:
@@ -274,9 +274,9 @@ def without_lost(plan: Callable[[Results], Sequence[Run]], results: Results, out
     return {name: result for name, result in results.items() if name not in lost}
 
 
-def _begin(log: Path) -> None:
+def _begin(log: Path, parent: int) -> None:
     """Initialise a process: one thread, output appended to ``log``. It ends with the study."""
-    end_pool_worker_with_parent()
+    end_with_parent(parent)
     torch.set_num_threads(1)
     with log.open("ab") as file:
         for stream in (1, 2):

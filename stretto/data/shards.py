@@ -33,7 +33,7 @@ from numpy.typing import NDArray
 from stretto.base import numbers
 from stretto.base.config import Config, validate
 from stretto.base.errors import UserError
-from stretto.base.parent import end_pool_worker_with_parent
+from stretto.base.parent import end_with_parent
 from stretto.base.paths import LOCK_FILE, read_json, remove, replacing, write_json
 from stretto.data.holdout import By, Holdout
 from stretto.data.sources import Document
@@ -502,7 +502,7 @@ def in_order(processes: int, work: Callable[[Unit], Result], units: Iterable[Uni
         yield from map(work, units)
         return
     context = multiprocessing.get_context("spawn")  # a fork would copy locks that threads of the caller hold
-    pool = ProcessPoolExecutor(processes, context, initializer=_start_worker, initargs=(work,))
+    pool = ProcessPoolExecutor(processes, context, initializer=_start_worker, initargs=(work, os.getpid()))
     waiting: deque[Future[Result]] = deque()
     try:
         for unit in units:
@@ -524,10 +524,10 @@ _worker: list[Callable[[Any], Any]] = []
 """In a worker process, its ``work``: a pool can send an object once per worker only through the initialiser."""
 
 
-def _start_worker(work: Callable[[Any], Any]) -> None:
+def _start_worker(work: Callable[[Any], Any], parent: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
-    end_pool_worker_with_parent()
+    end_with_parent(parent)
     _worker.append(work)
 
 
