@@ -6,7 +6,7 @@ I expert width, F = 2·I, E experts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -123,17 +123,10 @@ class Watch(Operators):
 
 
 @torch.no_grad()
-def routing(
-    model: Transformer,
-    subnet: Subnet,
-    batches: Sequence[EvalBatch],
-    *,
-    advance: Callable[[int], None] = lambda num: None,
-) -> list[LayerRouting]:
-    """Load and saliency of the experts of every MoE layer of ``subnet``, by depth. ``advance(1)`` is called after each batch."""
+def routing(model: Transformer, subnet: Subnet, batches: Sequence[EvalBatch]) -> list[LayerRouting]:
+    """Load and saliency of the experts of every MoE layer of ``subnet``, by depth."""
     check_subnet(model.config, subnet)
     watch = Watch(model.config, model.embedding.weight.device)
     for batch in batches:
         model(batch.ids_BT, subnet, watch.over(batch))
-        advance(1)
     return [watch.noted(row) for row in model.config.moe_rows(subnet.layers)]

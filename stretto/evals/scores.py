@@ -20,6 +20,8 @@ import scipy
 from stretto.base.errors import UserError
 
 RESAMPLINGS = 2000
+_SWAPS = 10 * RESAMPLINGS
+"""Number of draws of a permutation test."""
 LEVEL = 0.95
 """Confidence level of every interval."""
 TAIL = (1 - LEVEL) / 2
@@ -174,19 +176,19 @@ def interval(low_R: np.ndarray, high_R: np.ndarray | None = None) -> Interval:
     return Interval(float(low_R[0]), float(low), float(high))
 
 
-def flip_p(differences_P: np.ndarray, num: int = 10 * RESAMPLINGS, seed: int = 0) -> float:
+def flip_p(differences_P: np.ndarray, seed: int = 0) -> float:
     """Two-sided p value of a paired permutation test on the differences between two models. NaN differences are left out.
 
-    Each of ``num`` draws swaps the models at random on each problem. The p value is the share of draws whose mean difference is at
+    Each of `_SWAPS` draws swaps the models at random on each problem. The p value is the share of draws whose mean difference is at
     least as large as the measured one; the measured assignment counts as a draw, so p is never 0.
     """
     nonzero_P = np.asarray(differences_P, np.float64)
     nonzero_P = nonzero_P[~np.isnan(nonzero_P) & (nonzero_P != 0)]  # a swap changes nothing where both models are equal
     limit, draw, num_extreme = abs(nonzero_P.sum()) - 1e-9, np.random.default_rng(seed), 0
-    for _ in range(0, num, RESAMPLINGS):
+    for _ in range(0, _SWAPS, RESAMPLINGS):
         signs_RP = draw.integers(0, 2, (RESAMPLINGS, len(nonzero_P)), np.int8) * np.int8(2) - np.int8(1)
         num_extreme += int((np.abs(signs_RP @ nonzero_P) >= limit).sum())
-    return (1 + num_extreme) / (num + 1)
+    return (1 + num_extreme) / (_SWAPS + 1)
 
 
 def holm(ps: Sequence[float]) -> list[float]:

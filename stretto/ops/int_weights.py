@@ -70,7 +70,7 @@ class IntWeight:
         return IntWeight(change(self.codes), change(self.scales), zeros, self.bits)
 
 
-def check_group(group: int, inputs: int, name: str, source: str = "--group") -> None:
+def check_group(group: int, inputs: int, name: str) -> None:
     """Raises `UserError`: groups of ``group`` do not divide the ``inputs`` of the weight ``name``; the message names those that do."""
     if group > 0 and inputs % group == 0 and group % MULTIPLE == 0:
         return
@@ -79,7 +79,7 @@ def check_group(group: int, inputs: int, name: str, source: str = "--group") -> 
         f"choose one of {', '.join(map(str, fitting))}" if fitting else "leave this part of the network unquantised"
     )
     raise UserError(
-        f"{source} {group}: {name} has {inputs} inputs, which groups of {group} do not divide into multiples of {MULTIPLE}; {remedy}"
+        f"--group {group}: {name} has {inputs} inputs, which groups of {group} do not divide into multiples of {MULTIPLE}; {remedy}"
     )
 
 
