@@ -36,6 +36,7 @@ from stretto.model.checkpoint import (
     read_integers,
     require_new_checkpoint,
     stores_integers,
+    tokenizer_dir_of,
     write_checkpoint,
 )
 from stretto.model.elastic import slice_integers
@@ -234,7 +235,7 @@ def extract_command(
         stage="extract",
         config={"source": str(checkpoint.folder.resolve()), "subnet": subnet.model_dump(mode="json")},
         family=kept_family(extracted.model.config, checkpoint.family),
-        tokenizer_dir=_tokenizer_of(checkpoint.folder),
+        tokenizer_dir=tokenizer_dir_of(checkpoint.folder),
         parents=(checkpoint.lineage,) if checkpoint.lineage else (),
         spent=found.receipt if found else None,
         integers=integers,
@@ -341,7 +342,7 @@ def quantise_command(
         stage="quantise",
         config={"source": str(folder.resolve()), "options": options.model_dump(mode="json")},
         family=checkpoint.family,
-        tokenizer_dir=_tokenizer_of(folder),
+        tokenizer_dir=tokenizer_dir_of(folder),
         parents=(checkpoint.lineage,) if checkpoint.lineage else (),
         presets=checkpoint.presets,
         integers={name: weight.map(lambda tensor: tensor.cpu()) for name, weight in integers.items()},
@@ -400,15 +401,11 @@ def export_command(source: Path, family: str | None, out: Path, dtype: str, gguf
             checkpoint.model,
             checkpoint.config,
             family=chosen,
-            tokenizer_dir=_tokenizer_of(folder),
+            tokenizer_dir=tokenizer_dir_of(folder),
             presets=checkpoint.presets,
             lineage=checkpoint.lineage,
             advance=advance,
         )
-
-
-def _tokenizer_of(folder: Path) -> Path | None:
-    return folder if (folder / "tokenizer.json").is_file() else None
 
 
 def load_checkpoint(source: Path, ranks: Ranks) -> Checkpoint:

@@ -53,7 +53,7 @@ from stretto.learning.roles import TrainerConfig
 from stretto.learning.samples import load_group, packed_bytes
 from stretto.learning.teachers import give_lessons, open_teachers, target_logprobs
 from stretto.learning.weights import is_quantised, pack_state
-from stretto.model.checkpoint import known_hash
+from stretto.model.checkpoint import known_hash, tokenizer_dir_of
 from stretto.model.elastic import load_balance
 from stretto.model.parallel import MeetingPoint, Ranks, device_name, full_state, join, join_gang, read_placed
 from stretto.model.spec import Subnet, count
@@ -391,7 +391,7 @@ class TrainerRole:
             stage=self._stage,
             config=self._recipe.model_dump(mode="json")
             | {"changes": [change.model_dump() for change in self._changes]},
-            tokenizer_dir=self._start if (self._start / "tokenizer.json").is_file() else None,
+            tokenizer_dir=tokenizer_dir_of(self._start),
             parents=tuple(each for each in parents if each is not None),
             run_id=self._run_id,
             data_hash=self._data_hash,

@@ -181,6 +181,11 @@ def write_checkpoint(
     return lineage
 
 
+def tokenizer_dir_of(folder: Path) -> Path | None:
+    """``folder`` as the ``tokenizer_dir`` of a checkpoint made from it; None: it holds no tokenizer."""
+    return folder if (folder / "tokenizer.json").is_file() else None
+
+
 def read_checkpoint(
     folder: Path | str,
     *,

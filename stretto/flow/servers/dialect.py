@@ -23,7 +23,7 @@ from stretto.engine.request import EngineStats
 from stretto.flow.clients import GenerateRequest
 from stretto.flow.servers.client import Server
 from stretto.learning.recipe import RlRecipe
-from stretto.model.checkpoint import describe, write_checkpoint
+from stretto.model.checkpoint import describe, tokenizer_dir_of, write_checkpoint
 from stretto.model.families import kept_family
 from stretto.model.spec import ModelConfig
 
@@ -137,7 +137,7 @@ class ByFolder(Dialect):
         """Have the server read ``path``."""
 
     def _write(self, version: WeightVersion, path: Path) -> None:
-        tokenizer = self._start if (self._start / "tokenizer.json").is_file() else None
+        tokenizer = tokenizer_dir_of(self._start)
         dtype = DTYPES[self._recipe.precision.engines]
         family = kept_family(self._config, describe(self._start).family)
         write_checkpoint(path, self._fetch(version), self._config, family=family, tokenizer_dir=tokenizer, dtype=dtype)
