@@ -29,14 +29,9 @@ from stretto.api.model import Sizes
 from stretto.api.pipeline import last_result
 from stretto.api.pipeline import run as run_pipeline
 from stretto.api.report import report_command
-from stretto.api.search import (
-    SEARCH_FILE,
-    export_command,
-    extract_command,
-    latency_command,
-)
+from stretto.api.search import SEARCH_FILE, export_command, extract_command
 from stretto.api.serve import console_sampling
-from stretto.api.stages import elasticize, heal, pretrain, search
+from stretto.api.stages import elasticize, heal, latency, pretrain, search
 from stretto.base.config import read_recipe
 from stretto.base.errors import UserError
 from stretto.base.numbers import loss, si
@@ -205,7 +200,7 @@ def _stages(run: Path, post: bool) -> list[Stage]:
     stages = [
         Stage("text: read and tokenise", "data/00/data.json", partial(_text, run, recipe)),
         Stage("pre-train one elastic network", CHECKPOINT, partial(_pretrain, recipe, run, data, resume)),
-        Stage("measure the latency of its layers", LATENCY_FILE, partial(latency_command, run, "cpu")),
+        Stage("measure the latency of its layers", LATENCY_FILE, partial(latency, run, device="cpu")),
         Stage("search: at most 36 % of the parameters, 55 % of the active ones", SEARCH_FILE, partial(_search, run)),
         Stage("extract the best size and the half", "best", partial(_extract, run)),
         Stage(
@@ -367,7 +362,7 @@ def _smol_stages(run: Path) -> tuple[Stage, ...]:
             CHECKPOINT,
             partial(elasticize, moe, data, run, recipe=elasticizing, teacher=smol, resume=resume, device="cpu"),
         ),
-        Stage("measure the latency of its layers", LATENCY_FILE, partial(latency_command, run, "cpu")),
+        Stage("measure the latency of its layers", LATENCY_FILE, partial(latency, run, device="cpu")),
         Stage(
             f"search: at most {SMOL_LIMITS.max_total:.0%} of the parameters, {SMOL_LIMITS.max_active:.0%} of the active ones",
             SEARCH_FILE,

@@ -51,9 +51,8 @@ from stretto.post.quantise import PARTS, gptq, round_to_nearest, schemes_of, unt
 from stretto.report.page import Cell, Plot, Table, Tabled
 from stretto.subnets.candidate import Limits
 from stretto.subnets.extract import Extracted, verified_extract
-from stretto.subnets.latency import LatencyTable, measure, read_table, usual_workloads, write_table
+from stretto.subnets.latency import LatencyTable, read_table
 from stretto.subnets.search import SearchResult
-from stretto.subnets.space import SearchSpace
 from stretto.train.finish import write_trained
 from stretto.train.prepare import TextOptions, prepare_data, sources_named
 from stretto.train.run_folder import RunInfo, read_info
@@ -64,28 +63,6 @@ MAX_TABLE_ERROR = 0.5
 """Relative error of a prediction above which the user is told to measure again (ours)."""
 BEST = "best"
 """Name of the size that the last search of a run chose."""
-
-
-def latency_command(run: Path, device: str = "auto") -> LatencyTable:
-    """Measure this machine's latency table for the network of ``run`` and write it to the run folder."""
-    checkpoint = load_checkpoint(run, join(device))
-    model, space = checkpoint.model, SearchSpace.of(checkpoint.model.config)
-    presets = named_subnets(checkpoint.config, checkpoint.presets).values()
-    fewest = min([space.experts[0], *(num for each in presets for num in each.experts)])
-    experts, top_ks = sorted({fewest, *_ends(space.experts)}), _ends(space.top_k)
-    table = measure(model, experts, top_ks, usual_workloads(model.config))
-    write_table(run / LATENCY_FILE, table)
-    say(f"{run / LATENCY_FILE}: {table.num_samples} samples on {table.machine.device}, {table.num_disturbed} disturbed")
-    if table.num_uncertain:
-        say(f"{table.num_uncertain} times were disturbed in every attempt; measure again when the machine is less busy")
-    for timing in table.timings:
-        full_ms = table.predict_ms(model.config.full(), timing.workload)
-        say(
-            f"{timing.workload.label()}: {full_ms:.3g} ms per step at full size; at the sizes that were measured to test them, "
-            f"predictions were at most {timing.held_out_error:.1%} off"
-        )
-    warn_if_far_off(run / LATENCY_FILE, table)
-    return table
 
 
 def warn_if_far_off(path: Path, table: LatencyTable) -> None:
@@ -410,11 +387,6 @@ def export_command(source: Path, family: str | None, out: Path, dtype: str, gguf
 
 def load_checkpoint(source: Path, ranks: Ranks) -> Checkpoint:
     return read_checkpoint(checkpoint_folder(source), device=ranks.device)
-
-
-def _ends(values: tuple[int, ...]) -> tuple[int, ...]:
-    """Smallest, middle and largest of ``values``; the latency table interpolates between them."""
-    return tuple(sorted({values[0], values[len(values) // 2], values[-1]}))
 
 
 def _probe(source: Path, checkpoint: Checkpoint, ranks: Ranks) -> tuple[EvalBatch, ...]:

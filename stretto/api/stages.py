@@ -31,11 +31,11 @@ from stretto.api.search import (
     SearchRecord,
     extract_command,
     kept_table,
-    latency_command,
     load_checkpoint,
     on_other_data,
     parse_limits,
     quantise_command,
+    warn_if_far_off,
 )
 from stretto.api.train import (
     begun_run,
@@ -63,6 +63,7 @@ from stretto.base.config import Settings, overriding, read_recipe, validate
 from stretto.base.errors import UserError, user_errors, user_errors_naming
 from stretto.base.paths import (
     CHECKPOINT,
+    LATENCY_FILE,
     checkpoint_folder,
     claimed,
     expanded,
@@ -81,7 +82,7 @@ from stretto.model.families import default_family
 from stretto.model.parallel import Ranks, device_name, in_memory, join, stored, stored_for_training
 from stretto.model.spec import Subnet, named_subnets
 from stretto.model.transformer import Transformer
-from stretto.subnets.latency import LatencyTable
+from stretto.subnets.latency import LatencyTable, measure, usual_workloads, write_table
 from stretto.subnets.search import SearchOptions
 from stretto.subnets.search import search as search_subnets
 from stretto.subnets.space import SearchSpace
@@ -346,7 +347,30 @@ def latency(model: ModelLike, *, device: str = "auto") -> LatencyTable:
     Raises:
         UserError: ``model`` is neither a run nor a checkpoint.
     """
-    return latency_command(model_path(model), device)
+    run = model_path(model)
+    checkpoint = load_checkpoint(run, join(device))
+    network, space = checkpoint.model, SearchSpace.of(checkpoint.model.config)
+    presets = named_subnets(checkpoint.config, checkpoint.presets).values()
+    fewest = min([space.experts[0], *(num for each in presets for num in each.experts)])
+    experts, top_ks = sorted({fewest, *_ends(space.experts)}), _ends(space.top_k)
+    table = measure(network, experts, top_ks, usual_workloads(network.config))
+    write_table(run / LATENCY_FILE, table)
+    say(f"{run / LATENCY_FILE}: {table.num_samples} samples on {table.machine.device}, {table.num_disturbed} disturbed")
+    if table.num_uncertain:
+        say(f"{table.num_uncertain} times were disturbed in every attempt; measure again when the machine is less busy")
+    for timing in table.timings:
+        full_ms = table.predict_ms(network.config.full(), timing.workload)
+        say(
+            f"{timing.workload.label()}: {full_ms:.3g} ms per step at full size; at the sizes that were measured to test them, "
+            f"predictions were at most {timing.held_out_error:.1%} off"
+        )
+    warn_if_far_off(run / LATENCY_FILE, table)
+    return table
+
+
+def _ends(values: tuple[int, ...]) -> tuple[int, ...]:
+    """Smallest, middle and largest of ``values``; the latency table interpolates between them."""
+    return tuple(sorted({values[0], values[len(values) // 2], values[-1]}))
 
 
 @user_errors

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from stretto.api import search as api_search
+from stretto.api import stages
 from stretto.api.search import SEARCH_FILE, SearchRecord, best_subnet, extract_command
 from stretto.api.serve import Fit, ServeOptions, _open, fitting_subnet, parse_bytes
 from stretto.base.errors import UserError
@@ -209,8 +210,8 @@ def test_the_latency_table_covers_the_named_sizes(
     config = ModelConfig.model_validate(shape | (dense if is_dense else moe))
     presets = {"corner": SubnetChoice(layers=4) if is_dense else SubnetChoice(layers=4, experts=1, top_k=1)}
     write_checkpoint(tmp_path / "checkpoint", build(config, 0), config, presets=presets)
-    monkeypatch.setattr(api_search, "measure", partial(measure, num_rounds=2, time_fn=lambda *_: 0.01))
-    table = api_search.latency_command(tmp_path, "cpu")
+    monkeypatch.setattr(stages, "measure", partial(measure, num_rounds=2, time_fn=lambda *_: 0.01))
+    table = stages.latency(tmp_path, device="cpu")
     corner = presets["corner"].of(config)
     assert table.predict_ms(corner, table.timings[0].workload) > 0
 
@@ -221,9 +222,9 @@ def test_a_latency_table_that_predicts_badly_is_to_be_measured_again(
     made = measure(read_checkpoint(served_run / CHECKPOINT).model, [2, 8], [1, 2], time_fn=lambda *_: 0.01)
     for error, is_bad in ((0.51, True), (0.49, False)):
         table = made.replace(timings=tuple(timing.replace(held_out_error=error) for timing in made.timings))
-        monkeypatch.setattr(api_search, "measure", lambda *_, table=table: table)
+        monkeypatch.setattr(stages, "measure", lambda *_, table=table: table)
         run = shutil.copytree(served_run, tmp_path / str(error))
-        assert api_search.latency_command(run, "cpu") == table and (run / "latency.json").exists()
+        assert stages.latency(run, device="cpu") == table and (run / "latency.json").exists()
         said = capsys.readouterr().out
         assert f"at the sizes that were measured to test them, predictions were at most {error:.1%} off" in said
         assert ("measure again when it is quiet" in said) == is_bad
