@@ -233,7 +233,7 @@ def _engine(job: Job, files: RunFiles, number: int, device: str) -> Any:
     return EngineRole(opened, fetch, name=name, waits=True, keep_cache=keep_cache)
 
 
-class TrainerLost(RuntimeError):  # noqa: N818 - data for `run_rl`, which starts the next attempt
+class TrainerLost(RuntimeError):  # noqa: N818 - data for `stretto.flow.run`, which starts the next attempt
     """The trainer died or hangs, or cannot go on from its weights. The run resumes from its last snapshot."""
 
 

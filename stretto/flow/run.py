@@ -1,6 +1,6 @@
 """An RL run from start to end in its run folder: claim, resume, train, clean up.
 
-The main path: `run_rl` → `_attempt` → `stretto.flow.driver.Driver` → the roles. Imports no torch.
+The main path: `opened`, `run_opened` → `_run` → `_attempt` → `stretto.flow.driver.Driver` → the roles. Imports no torch.
 """
 
 from __future__ import annotations

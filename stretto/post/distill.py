@@ -1,6 +1,6 @@
 """Teachers of a distillation as command-line settings, and the progress of each source.
 
-The run itself is `stretto.flow.run.run_rl`'s, under this name. Imports no torch.
+The run itself is `stretto.flow.run.run_opened`'s, under this name. Imports no torch.
 """
 
 from __future__ import annotations
