@@ -277,11 +277,6 @@ def open_samples(store: Store, task: Task, attempt: int) -> tuple[Sample, ...]:
     return samples
 
 
-def read_logs(content: bytes) -> tuple[Sample, ...]:
-    """The samples in a log with ``content``, detached from it. () if the log has no frame."""
-    return _read(content)[1]
-
-
 def log_name(ordinal: int, attempt: int) -> str:
     """Name of an attempt's log in the store."""
     return f"{LOGS}/{ordinal:08d}-{attempt:03d}{LOG_SUFFIX}"

@@ -1,4 +1,4 @@
-"""Groups of made-up samples, as an agent loop would have finished them."""
+"""Groups of made-up samples, as an agent loop would have finished them, and the samples in a log."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from stretto.base.trajectory import Group, Outcome, Segment, Task, Trajectory, Verdict
+from stretto.learning.samples import Sample, _read
 
 VOCAB = 31
 
@@ -26,6 +27,11 @@ def segment(rng: np.random.Generator, length: int, is_sampled: bool, versions: S
         started_s=10.0,
         finished_s=10.0 + length,
     )
+
+
+def read_logs(content: bytes) -> tuple[Sample, ...]:
+    """The samples in a log with ``content``, detached from it. () if the log has no frame."""
+    return _read(content)[1]
 
 
 def equal(one: Any, other: Any) -> bool:

@@ -21,7 +21,7 @@ from stretto.flow.agent import GroupFailed, GroupUnfinished
 from stretto.flow.clients import Generated, GenerateRequest, RewardRequest, infra
 from stretto.flow.rollout import EngineRole
 from stretto.learning.recipe import GROUPS
-from stretto.learning.samples import load_group, read_logs
+from stretto.learning.samples import load_group
 from stretto.sandbox.outcome import ToolResult
 from tests.flow.agents import (
     CALL,
@@ -44,6 +44,7 @@ from tests.flow.agents import (
     tokens_of,
     with_engines,
 )
+from tests.flow.samples import read_logs
 
 
 def test_a_retry_goes_on_wherever_the_last_one_was_lost(tmp_path: Path) -> None:

@@ -21,11 +21,12 @@ from stretto.flow.clients import Clients, Generated, GenerateRequest, RewardRequ
 from stretto.flow.launch import CALL_SLACK_S
 from stretto.flow.reward import RewardRole
 from stretto.learning.recipe import RewardConfig
-from stretto.learning.samples import load_group, read_logs
+from stretto.learning.samples import load_group
 from stretto.runtime.store import FolderStore
 from stretto.tasks.registry import open_source
 from stretto.tasks.task import Answer, Problem, Score, TaskSource
 from tests.flow.agents import TASK, Rewards, Toy, log_of, recipe, spoken_turn, tokenizer
+from tests.flow.samples import read_logs
 from tests.tasks.judges import judging, shown
 
 TEXTS = ("a dog sat", "a dog sat", "the log and the mat", "")

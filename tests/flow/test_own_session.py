@@ -16,10 +16,10 @@ from stretto.base.trajectory import Group, Outcome, Trajectory
 from stretto.flow.agent import AgentRole, GroupFailed
 from stretto.flow.clients import RewardRequest
 from stretto.flow.reward import RewardRole
-from stretto.learning.samples import read_logs
 from stretto.tasks.user import STOP as OVER
 from stretto.tasks.user import ModelUser, UserConfig
 from tests.flow.agents import LONG, ONE, Rewards, Spoken, agent, log_of, spoken_turn, tokenizer, tokens_of
+from tests.flow.samples import read_logs
 from tests.tasks.counting import Counter, Counters, once
 from tests.tasks.judges import judging
 

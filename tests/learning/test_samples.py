@@ -30,14 +30,13 @@ from stretto.learning.samples import (
     open_samples,
     pack_routes,
     packed_bytes,
-    read_logs,
     remove_logs,
     signed_routes,
     store_group,
     unpack_routes,
 )
 from stretto.runtime.store import FolderStore
-from tests.flow.samples import equal, group
+from tests.flow.samples import equal, group, read_logs
 
 TASK = Task(ordinal=3, source="toy", item=7, group=2, seed=5, max_tokens=99)
 VERDICT = Verdict(0.5, Outcome.WRONG, 0.25, 0.125, "near", {"form": 0.5})

@@ -12,10 +12,22 @@ import torch
 from torch import Tensor
 
 from stretto.ops.int_weights import IntScheme, IntWeight, quantise
-from stretto.ops.native import Panels, int_product
+from stretto.ops.native import Panels
 from tests.ops.conftest import Close
 
 SCHEMES = {"int8": IntScheme(8), "int4": IntScheme(4), "int4 with zeros": IntScheme(4, zeros=True)}
+
+
+def int_product(library: ctypes.CDLL, weight: Panels, x_ND: Tensor, num_rows: int) -> Tensor:
+    """``x`` · ``weight``ᵀ [N, ``num_rows``] with the kernels of integer weights; tokens are quantised to 8 bits in groups. fp32."""
+    y_NF = torch.empty(len(x_ND), num_rows)
+    x_ND = x_ND.float().contiguous()
+    record = weight.record()
+    sizes = (ctypes.c_int32(len(x_ND)), ctypes.c_int32(x_ND.shape[1]), ctypes.c_int32(num_rows))
+    library.stretto_int_product(
+        ctypes.byref(record), ctypes.c_void_p(x_ND.data_ptr()), *sizes, ctypes.c_void_p(y_NF.data_ptr())
+    )
+    return y_NF
 
 
 def reference(weight: IntWeight, x_ND: Tensor) -> Tensor:

@@ -245,16 +245,6 @@ class Panels:
         return _Integers(self.codes_QJB.data_ptr(), self.scales_QJ16.data_ptr(), zeros, self.bits)
 
 
-def int_product(library: ctypes.CDLL, weight: Panels, x_ND: Tensor, num_rows: int) -> Tensor:
-    """``x`` · ``weight``ᵀ [N, ``num_rows``] with the kernels of integer weights; tokens are quantised to 8 bits in groups. fp32."""
-    y_NF = torch.empty(len(x_ND), num_rows)
-    x_ND = x_ND.float().contiguous()
-    record = weight.record()
-    sizes = (_INT(len(x_ND)), _INT(x_ND.shape[1]), _INT(num_rows))
-    library.stretto_int_product(ctypes.byref(record), _POINTER(x_ND.data_ptr()), *sizes, _POINTER(y_NF.data_ptr()))
-    return y_NF
-
-
 @dataclass(frozen=True, slots=True)
 class Network:
     """A network for the kernels. Tensors are read in place, so a weight that is overwritten takes effect at once."""
