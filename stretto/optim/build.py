@@ -119,8 +119,8 @@ class Muon(Optimizer):
                 aspect = math.sqrt(max(1.0, parameter.shape[-2] / parameter.shape[-1]))
                 kept: Tensor | float = 1.0 - group["lr"] * group["weight_decay"]
                 if parameter.dim() > 2:
-                    moves_S11 = (parameter.grad.abs().amax((-2, -1), keepdim=True) > 0).to(parameter.dtype)
-                    update, kept = update * moves_S11, kept * moves_S11 + (1.0 - moves_S11)
+                    moves_S11 = parameter.grad.abs().amax((-2, -1), keepdim=True) > 0
+                    update, kept = update * moves_S11, torch.where(moves_S11, kept, 1.0)
                 parameter.mul_(kept)
                 parameter.add_(update, alpha=-group["lr"] * aspect)
 

@@ -483,8 +483,10 @@ def health(data: RlData) -> Picture:
 
 
 def samples(data: RlData) -> Picture:
-    mean, truncated = short(data.mean("samples/tokens_mean")), percent(data.mean("samples/truncated"))
-    caption = f"Mean length of a sample: {mean} tokens; {truncated} of the samples were truncated."
+    mean, limited = short(data.mean("samples/tokens_mean")), percent(data.mean("samples/truncated"))
+    caption = (
+        f"Mean length of a sample: {mean} tokens; {limited} of the samples ended at the limit of tokens or of turns."
+    )
     slow = sorted(data.values("reward/latency_p95_s"))
     if slow:
         median = seconds(slow[len(slow) // 2])
@@ -495,11 +497,11 @@ def samples(data: RlData) -> Picture:
     if data.named("verdicts/"):
         lines = [Line(f"verdicts/{name}", name, colour) for name, colour in outcomes]
         verdicts = Panel("Verdicts", lines, percent, ["share of all verdicts"])
-    cut = [Line("samples/truncated", "truncated"), Line("groups/uniform_share", "equal rewards")]
+    cut = [Line("samples/truncated", "at a limit"), Line("groups/uniform_share", "equal rewards")]
     times = [Line(f"reward/latency_{name}_s", name) for name in ("p50", "p95")]
     return Picture(
         caption,
-        "Tokens per sample, truncations, verdicts and their latency.",
+        "Tokens per sample, samples at a limit, verdicts and their latency.",
         [
             Panel("Tokens per sample", [Line(f"samples/tokens_{key}", name, colour) for key, name, colour in lengths]),
             Panel("Truncated samples, uniform groups", cut, percent, ["share of samples, share of groups"], top=0.02),

@@ -41,7 +41,7 @@ SHOWN = (
     ("ESS", "policy/ess"),
     ("clipped", "policy/clip_fraction"),
     ("corrected", "policy/correction_fraction"),
-    ("truncated", "samples/truncated"),
+    ("at a limit", "samples/truncated"),
     ("tokens/s", "speed/tokens_per_s"),
     ("samples/s", "speed/samples_per_s"),
     ("step s", "time/wall_s"),

@@ -108,7 +108,7 @@ def verify(
 
     Args:
         batches: a few hundred real tokens suffice if they reach every expert. All logits of a batch are in memory at once.
-        tolerance: largest allowed difference; None: `derived_tolerance`, from the size of the logits.
+        tolerance: largest allowed difference, whatever experts ``smaller`` would choose; None: `derived_tolerance`, from the size of the logits.
 
     Raises:
         UserError: ``batches`` have no tokens.
