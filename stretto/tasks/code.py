@@ -44,7 +44,6 @@ _CALLED = re.compile(r"\b([^\W\d]\w*)\(")
 """A name that a test calls."""
 _MAX_LONGER = 1000
 """A value longer than four times the expected one plus this many characters counts as wrong without being parsed."""
-_CLOSE = ("math.isclose", "isclose")
 _MAKERS: Mapping[str, Callable[[Any], Any]] = {"set": set, "frozenset": frozenset, "sorted": sorted, "float": float}
 _VALUE = re.compile(r"^\x1evalue (\d+) (.*)$", re.MULTILINE)
 # ast.literal_eval prints warnings about the values of untrusted programs.
@@ -160,16 +159,19 @@ class CodeSource(TaskSource):
 
 
 def find_code(text: str, called: Collection[str] = ()) -> tuple[str, bool]:
-    """The program in ``text``, and whether it stood in a block in fences. Of several blocks: the last one that defines one of the names
-    ``called``, else the last one that is labelled as Python or has no label, else the last one."""
+    """The program in ``text``, and whether it stood in a block in fences. Of several blocks: among those that are labelled as Python
+    or have no label, the last of those that define most of the names ``called``; without such blocks, the last one."""
     text = without_thoughts(text)
     blocks = [((match["info"].split() or [""])[0], match["code"]) for match in _FENCED.finditer(text) if match["fence"]]
     if not blocks:
         return text, False
     python = [code for language, code in blocks if not language or _PYTHON.fullmatch(language)]
-    defines = re.compile(rf"^[ \t]*(?:(?:async +)?def|class) +(?:{'|'.join(called)})\b", re.MULTILINE)
-    defining = [code for code in python if called and defines.search(code)]
-    code = (defining or python or [code for _, code in blocks])[-1]
+    name = rf"(?:{'|'.join(called)})\b"
+    defines = re.compile(rf"^[ \t]*(?:(?:(?:async +)?def|class) +({name})|({name}) *=(?!=))", re.MULTILINE)
+    if called and python:
+        code = max(reversed(python), key=lambda code: len({one or other for one, other in defines.findall(code)}))
+    else:
+        code = (python or [code for _, code in blocks])[-1]
     return dedent(code) if code[:1].isspace() else code, True
 
 
@@ -182,7 +184,7 @@ def _check(record: Mapping[str, Any], place: str) -> None:
     }
     for name, value in needed.items():
         if not isinstance(value, str) or not value.strip():
-            raise UserError(f"{place}: {name}: must be a text, is {value!r}; write one")
+            raise UserError(f"{place}: {name}: must be a text, is {value!r:.60}; write one")
     tests = record["test_list"]
     if not tests or not isinstance(tests, list) or not all(isinstance(test, str) for test in tests):
         raise UserError(
@@ -217,7 +219,9 @@ def _split(assertion: str) -> Check:
                 is_below = operator.lt if isinstance(op, ast.Lt) else operator.le
                 near = partial(_is_near, is_below, _literal(bound))
                 return Check(f"_stretto_float({ast.unparse(call)})", _literal(gold), near)
-            case ast.Call(func=name, args=[call, gold], keywords=options) if ast.unparse(name) in _CLOSE:
+            case ast.Call(
+                func=ast.Attribute(value=ast.Name(id="math"), attr="isclose"), args=[call, gold], keywords=options
+            ) if {option.arg for option in options} <= {"rel_tol", "abs_tol"}:
                 near = partial(math.isclose, **{str(option.arg): _literal(option.value) for option in options})
                 return Check(f"_stretto_float({ast.unparse(call)})", _literal(gold), near)
     return Check(f"bool({ast.unparse(condition)})", True)

@@ -63,6 +63,19 @@ def test_a_block_after_the_function_is_not_the_program(source: CodeSource, after
     assert source.score(source.problem(0), Answer(f"```python\n{RIGHT}\n```\n{after}")).ok
 
 
+@pytest.mark.parametrize(
+    "blocks",
+    [
+        ["def f(x): return x", "f = lambda x: g(x + 1)"],
+        ["def g(x): return 0", "def f(x): return g(x + 1)\ndef g(x): return x", "def g(x): return 1"],
+        ["class g: pass\ndef f(x): return x", "def f(x): return g(x)\nclass g(int): pass", "f == g"],
+    ],
+)
+def test_the_last_block_that_defines_most_of_the_called_names_is_the_program(blocks: list[str]) -> None:
+    text = "\nCorrected:\n".join(f"```python\n{block}\n```" for block in blocks)
+    assert find_code(text, ["f", "g"]) == (f"{blocks[1]}\n", True)
+
+
 def test_of_two_functions_the_last_is_the_program(source: CodeSource) -> None:
     wrong = RIGHT.replace("int(digit)", "1")
     for first, last, right in ((wrong, RIGHT, True), (RIGHT, wrong, False)):
@@ -223,7 +236,7 @@ def test_an_assertion_of_another_shape_is_its_own_condition() -> None:
             ["0.333", "0.335"],
             ["0.34", "True", "2j", "[]"],
         ),
-        ("isclose(f(3), 1.0)", "_stretto_float(f(3))", ["1", "1.0000000001"], ["1.001", "nan", "!TypeError"]),
+        ("math.isclose(f(3), 1.0)", "_stretto_float(f(3))", ["1", "1.0000000001"], ["1.001", "nan", "!TypeError"]),
     ],
 )
 def test_an_assertion_with_a_literal_is_decided_outside_the_sandbox(
@@ -235,10 +248,31 @@ def test_an_assertion_with_a_literal_is_decided_outside_the_sandbox(
 
 
 @pytest.mark.parametrize(
-    "test", ["math.isclose(f(1), g(1))", "math.isclose(f(1), 2.0, rel_tol=g(1))", "set(f(1)) == set([[]])"]
+    "test",
+    [
+        "math.isclose(f(1), g(1))",
+        "math.isclose(f(1), 2.0, rel_tol=g(1))",
+        "math.isclose(f(1), 2.0, **{'rel_tol': 0.1})",
+        "np.isclose(f(1), 2.0)",
+        "isclose(f(1), 2.0, rtol=0.001)",
+        "isclose(f(1), 2.0)",
+        "set(f(1)) == set([[]])",
+    ],
 )
 def test_an_assertion_that_has_no_literal_is_its_own_condition(test: str) -> None:
     assert _split(f"assert {test}") == Check(f"bool({test})", True)
+
+
+def test_the_setup_defines_what_is_close(tmp_path: Path, sandbox: Sandbox) -> None:
+    setup = "def isclose(a, b, rtol=1e-3):\n    return abs(a - b) <= rtol * b"
+    tests = ["assert isclose(f(1), 1.0)", "assert isclose(f(1), 1.0, rtol=0.001)", "assert isclose(f(3), 1.0)"]
+    path = tmp_path / "one.jsonl"
+    path.write_text(
+        json.dumps({"text": "x", "code": "def f(x): return x", "test_setup_code": setup, "test_list": tests})
+    )
+    source = CodeSource("c", CodeArgs(path=path), sandbox)
+    score = source.score(source.problem(0), Answer("def f(x): return x + 1e-5"))
+    assert score.parts["passed"] == pytest.approx(2 / 3)
 
 
 def test_printing_results_without_computing_them_earns_nothing(tmp_path: Path, sandbox: Sandbox) -> None:
@@ -296,6 +330,7 @@ def test_files_in_mbpp_layout(tmp_path: Path, sandbox: Sandbox) -> None:
         ("text", None, "text: must be a text, is None; write one"),
         ("code", " ", "code: must be a text, is ' '; write one"),
         ("test_setup_code", 3, "test_setup_code: must be a text, is 3; write one"),
+        ("text", ["word " * 9] * 9, f"text: must be a text, is {['word ' * 9] * 9!r:.60}; write one"),
     ],
 )
 def test_a_hole_in_a_file_names_the_record(
