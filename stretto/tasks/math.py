@@ -28,8 +28,14 @@ from stretto.tasks.task import Answer, AnswerFormat, Problem, Range, Score, Task
 
 _NUMBER = re.compile(r"[-+]?\d{1,40}(\.\d{1,40})?(/\d{1,40})?")
 _CURRENCY = re.compile(r"^([-+]?)\s*[$€£]")
-_UNIT = re.compile(r"(?:[^\W\d_]{2,}(?:['’-][^\W\d_]+)*|m(?=[/^²³]))(?:\^\{?[23]\}?|[²³])?(?:/(?:[^\W\d_]{2,}|[hs]))?")
-"""A word, or a unit such as ``cm^2`` and ``m/s``. One letter alone may be a variable."""
+_LENGTH = r"(?:[kcmdnµ]?m|in|ft|yd|mi|inch(?:es)?|feet|foot|yards?|miles?|(?:centi|milli|kilo)?met(?:er|re)s?|units?)"
+_POWER = r"(?:\^(?:[23]|\{[23]\})|[²³])"
+_UNIT = re.compile(
+    rf"[^\W\d_²³]{{2,}}(?:['’-][^\W\d_²³]+)*(?:/(?:[hs]|sec|min|hrs?|day|kg|lb|m?[lL]|{_LENGTH}|[^\W\d_²³]{{4,}}))?"
+    rf"|{_LENGTH}(?:{_POWER}(?:/[hs])?|/[hs]{_POWER}?)"
+)
+"""A word, or a unit such as ``cm^2``, ``m/s`` and ``miles/hour``. Other letters with a power or a quotient, and one letter alone, may be
+variables."""
 _BETWEEN = ("per", "a", "an", "of", "in")
 """Words that join two words of a unit, as in ``miles per hour``."""
 _OF_VALUE = re.compile(
@@ -158,9 +164,12 @@ def as_number(text: str) -> Fraction | None:
 
 
 def number_with_unit(text: str) -> Fraction | None:
-    """The number in ``text`` if only a unit follows, such as ``72 clips``, ``18 dollars per week`` or ``5 m^2``; None: another text."""
-    number, *unit = bare(text).replace("*", " ").split() or [""]
-    if unit[1:-1] and unit[-2] in _BETWEEN:
+    """The number in ``text`` if only a unit follows, such as ``72 clips``, ``18 dollars per week`` or ``$5/hour``; None: another text."""
+    text = re.sub(r"(?<=\d)/(?=[^\W\d_]{3})", " per ", bare(text).replace("*", " "))
+    number, *unit = text.split() or [""]
+    if len(unit) == 2 and unit[0] in ("per", "a", "an") and len(unit[1]) > 2:
+        del unit[0]
+    elif unit[1:-1] and unit[-2] in _BETWEEN:
         del unit[-2]
     words = [part for each in unit for part in re.split(r"[/^²³]", each)]
     has_unit = len(unit) <= 2 and all(map(_UNIT.fullmatch, unit)) and not any(map(_OF_VALUE.fullmatch, words))
@@ -174,7 +183,8 @@ def _checked(record: Mapping[str, Any], where: str) -> dict[str, Any]:
     asked = next((name for name in names if fields[name]), names[0])
     for name in (asked, "answer"):
         value = fields.get(name)
-        if isinstance(value, bool) or not isinstance(value, str | int | float | Decimal) or not str(value).strip():
+        is_missing = value != value or not str(value).strip()  # a missing number of a table is NaN
+        if is_missing or isinstance(value, bool) or not isinstance(value, str | int | float | Decimal):
             raise UserError(f"{where}: {name}: {value!r:.60} is no text and no number; write it")
     if not str(fields["answer"]).rpartition("####")[2].strip():
         raise UserError(f"{where}: answer: nothing follows ####; write it")

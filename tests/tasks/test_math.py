@@ -115,7 +115,8 @@ def test_answers_are_compared_by_what_they_mean(source: MathSource, item: int, t
 @pytest.mark.parametrize(
     "text",
     [
-        "65 miles per hour", "65 dollars per week", "65 dollars a week", "65 m^2", "65 cm^{2}", "65 km²", "65 m/s", "65 miles/hour",
+        "65 miles per hour", "65 dollars per week", "65 dollars a week", "65 m^2", "65 cm^{2}", "65 km²", "65 m/s", "65 m/s^2", "65 cm^3/s", "65 miles/hour",
+        "65 dollars/person", "65 miles/gallon", "65 mg/mL", "$65 per week", "$65 a week", "\\$65/week", "65/week",
         "\\text{65 dollars}", "65\\text{ miles per hour}", "65\\,\\mathrm{cm}", "65 pieces of cake", "65 students in total", "€65", "£65",
     ],
 )  # fmt: skip
@@ -128,8 +129,9 @@ def test_a_unit_may_follow_a_marked_number(source: MathSource, text: str) -> Non
 
 
 @pytest.mark.parametrize(
-    "text", ["4 pi^2", "4 x^2", "4 parts per million", "4 thousands of cats", "4 per", "4 a b c", "4 pi/h"]
-)
+    "text", ["4 pi^2", "4 x^2", "4 parts per million", "4 thousands of cats", "4 per", "4 a b c", "4 pi/h", "4 ab^2", "4 xy^2", "4 xy²", "4 ab/cd",
+     "4 cm^{2", "4 cm^2}", "4 per 100", "4 per hundred", "4 a hundred", "4 a bc", "4/hundred"],
+)  # fmt: skip
 def test_what_may_change_the_value_is_no_unit(text: str) -> None:
     assert number_with_unit(text) is None
 
@@ -206,6 +208,7 @@ def test_rubbish_is_wrong_and_nothing_breaks(source: MathSource, answer: str) ->
         ('{"question": "q", "answer": "So.\\n####"}', r"record 1: answer: nothing follows ####; write it"),
         ('{"question": "q", "answer": [1, 2]}', r"record 1: answer: \[1, 2\] is no text and no number"),
         ('{"question": "q", "answer": true}', r"record 1: answer: True is no text and no number"),
+        ('{"question": "q", "answer": NaN}', r"record 1: answer: nan is no text and no number; write it"),
         ('{"question": null, "answer": "1"}', r"record 1: question: None is no text and no number; write it"),
         ('{"problem": "", "answer": "1"}', r"record 1: problem: '' is no text and no number; write it"),
     ],
