@@ -44,16 +44,20 @@ _VERB = r"\s+(?:is|would be|should be|must be)"
 _OPTION = r"\b(?:option|choice)\b"
 _LETTER = r"[^\w\n]*([B-HJ-Z]\b|[AI]\b(?=[).:,*]|[^\w\n]*$))"
 """A and I are words, too, and count only before punctuation or the end of a line."""
-_SAID = [
-    re.compile(phrase, re.MULTILINE)
-    for phrase in (
-        rf"(?i:answer\b(?:(?:{_VERB}|[^\w\n:]*:)[^\w\n]*(?:the\s+)?{_OPTION}|{_VERB})?){_LETTER}",
-        rf"(?i:{_OPTION}{_VERB}){_LETTER}",
-        rf"(?i:(?:choose|pick|select)\s+{_OPTION})[^\w\n]*([A-Z])\b",
-        rf"(?i:{_OPTION})[^\w\n]*([A-Z])\b(?=[).:,*]|[^\w\n]*$|(?i:\s+is\s+(?:the\s+)?(?:correct|right|best))\b)",
-    )
-]
-"""Phrases that choose an option. Those with "answer" come first: after "the answer is C", "option D" is a remark."""
+_STATED = re.compile(
+    rf"(?i:answer\b(?:(?:{_VERB}|[^\w\n:]*:)[^\w\n]*(?:the\s+)?{_OPTION}|{_VERB})?|{_OPTION}{_VERB}){_LETTER}"
+    rf"|(?i:(?:choose|pick|select)\s+{_OPTION})[^\w\n]*([A-Z])\b"
+    rf"|(?i:{_OPTION})[^\w\n]*([A-Z])\b(?=(?i:{_VERB}\s+"
+    r"(?:(?:the\s+)?(?:correct|right|best)|the\s+(?:answer|one|choice|option))\b(?!\s+known)))",
+    re.MULTILINE,
+)
+"""Statements that choose an option; the last one counts."""
+_MENTIONED = re.compile(
+    rf"(?i:{_OPTION})[^\w\n]*([A-Z])\b"
+    r"(?=[).:,*]|\s+[-–—]|[^\w\n]*$|\s+(?i:it is|is true|because|since|fits|matches|seems)\b)",
+    re.MULTILINE,
+)
+"""Mentions of an option, which choose it only where no statement does: after "the answer is C", "option D" is a remark."""
 
 
 class ChoiceArgs(Range):
@@ -129,7 +133,7 @@ class ChoiceSource(TaskSource):
 
 def chosen_letter(text: str, form: AnswerFormat, options: Sequence[str]) -> str | None:
     """The letter of the option that ``text`` chooses; ``options`` are shown as A, B, …. At the place of the format's answer: a letter alone,
-    a letter before the option's text, or that text alone; else the last of `_SAID`'s phrases. None: no option is chosen."""
+    a letter before the option's text, or that text alone; else the last of `_STATED`, else of `_MENTIONED`. None: no option is chosen."""
     found = find_answer(text, form)
     answer = bare(found.text)
     if match := _ALONE.fullmatch(answer):
@@ -139,8 +143,9 @@ def chosen_letter(text: str, form: AnswerFormat, options: Sequence[str]) -> str 
     elif match := _BEFORE_TEXT.match(answer):
         letter = match[1]
     else:
-        said = "\n".join(map(bare, spoken(text).splitlines()))
-        letter = next((letters[-1] for phrase in _SAID if (letters := phrase.findall(said))), "")
+        said = "\n".join(map(bare, re.sub(r"</?answer>", "\n", spoken(text)).splitlines()))
+        letters = ["".join(groups) for groups in _STATED.findall(said)] or _MENTIONED.findall(said)
+        letter = letters[-1] if letters else ""
     return letter if letter and letter in LETTERS[: len(options)] else None
 
 

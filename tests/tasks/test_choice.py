@@ -139,6 +139,30 @@ def test_what_is_a_choice(text: str, letter: str | None) -> None:
 
 
 @pytest.mark.parametrize(
+    ("text", "letter"),
+    [
+        ("<answer>Option C</answer>", "C"),
+        ("<answer>Option C - blue</answer>", "C"),
+        ("<answer>The answer is A</answer>", "A"),
+        ("Option B is the answer.", "B"),
+        ("Option B is true.", "B"),
+        ("So option B is the one.", "B"),
+        ("Therefore option C matches the data", "C"),
+        ("I would go with option C because it fits", "C"),
+        ("Choice C it is", "C"),
+        ("The answer is B? No: that is refuted. The correct option is C.", "C"),
+        ("I first thought the answer is B. Checking again, option C is correct.", "C"),
+        ("Some answer: B. The correct choice is D.", "D"),
+        ("The answer is B. Option D is true of others.", "B"),
+        ("Option A is the best known colour, yet wrong.", None),
+        ("Option B is one of many.", None),
+    ],
+)
+def test_a_statement_counts_by_its_place_and_a_mention_only_without_one(text: str, letter: str | None) -> None:
+    assert chosen_letter(text, "tags", ["red", "green", "blue", "yellow"]) == letter
+
+
+@pytest.mark.parametrize(
     ("text", "letter"), [("E. coli", "B"), ("C. elegans", "A"), ("C. yeast", "C"), ("D", "D"), ("E. albertii", None)]
 )
 def test_a_species_is_no_letter_before_a_text(text: str, letter: str | None) -> None:
