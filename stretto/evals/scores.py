@@ -99,11 +99,10 @@ def mean_interval(
     """Mean over domains of the mean over each domain's problems, for values that lie within ``bounds``; NaN values are left out.
 
     The interval is Gaffke's (2005; studied by Learned-Miller and Thomas, 1905.06208): problems get random weights from a flat Dirichlet
-    distribution, as in the Bayesian bootstrap, and so does one unseen problem. Its value is the lower bound for the lower end and the
-    upper bound for the upper end. For one domain with values 0 and 1, as with one sample per problem, the interval is Clopper and
-    Pearson's, which is computed exactly. Resampling the problems alone
-    has no width if all agree, and covers too seldom with few problems (2503.01747). Several domains share one unseen problem,
-    which weighs as much as a problem of the smallest domain.
+    distribution, as in the Bayesian bootstrap, and so does one unseen problem. Its value is the lower bound for the lower end and the upper
+    bound for the upper end. For one domain with values 0 and 1, as with one sample per problem, the interval is Clopper and Pearson's,
+    which is computed exactly. Resampling the problems alone has no width if all agree, and covers too seldom with few problems
+    (2503.01747). Several domains share one unseen problem, which weighs as much as a problem of the smallest domain.
 
     The draws of a domain depend on ``seed`` and its name only. Raises `UserError`: a domain without values.
     """
