@@ -359,7 +359,8 @@ def _step_flops(model: Transformer, batch: MicroBatch, world: int) -> int:
     def trained(subnet: Subnet, num_rows: int, head_tokens: int) -> int:
         counts = count(model.config, executed(model.config, subnet))
         flops = counts.trained_flops(num_rows * length, length, batch.ctx.recompute, head_tokens)
-        head = 0 if model.head_VD.requires_grad else head_tokens * counts.head_flops
+        output = model.embedding if model.head is None else model.head  # `head_VD` would gather a sharded matrix
+        head = 0 if output.weight.requires_grad else head_tokens * counts.head_flops
         return flops - head - num_rows * length * _frozen_flops(model, subnet)
 
     rows = distil.rows if isinstance(distil, Distil) else None

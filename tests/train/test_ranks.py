@@ -22,6 +22,7 @@ from stretto.data.shards import tokenise
 from stretto.data.sources import Document
 from stretto.model.parallel import join
 from stretto.train.recipe import Recipe
+from stretto.train.snapshot import read_meta
 from tests.ranks import ROOT, run_ranks
 
 WORKER = Path(__file__).with_name("rank_worker.py")
@@ -144,6 +145,9 @@ class Bench:
                 assert abs(value - expected[step][name]) <= allowed * scale, (one, other, step, name)
         assert self.distance(one, other) <= (0.0 if exactly else tolerance(max(found)))
 
+    def flops(self, run: str, step: int) -> int:
+        return read_meta(self.folder / run / "snapshots" / f"step-{step:07d}").receipt.flops
+
     def distance(self, one: str, other: str) -> float:
         """Root mean square difference of the final weights over their root mean square."""
         left, right = self.weights(one), self.weights(other)
@@ -169,6 +173,7 @@ def test_two_ranks_with_split_experts_equal_one(bench: Bench) -> None:
         [
             bench.case("short-one", steps=4) | alone,
             bench.case("short-split", steps=4, ep=2),
+            bench.case("short-two", steps=4),
             bench.case("ranked-one", steps=4, rank_experts_at=[0.5]) | alone,
             bench.case("ranked-two", steps=4, rank_experts_at=[0.5]),
             bench.case("ranked-split", steps=4, rank_experts_at=[0.5], ep=2),
@@ -178,6 +183,7 @@ def test_two_ranks_with_split_experts_equal_one(bench: Bench) -> None:
         ],
     )
     bench.check_equal("short-one", "short-split")
+    assert bench.flops("short-one", 4) == bench.flops("short-two", 4) == bench.flops("short-split", 4)
     bench.check_equal("ranked-one", "ranked-two")
     bench.check_equal("ranked-two", "ranked-split")
     assert bench.distance("short-split", "ranked-split") > 1e-4, "the corner learnt other experts"
