@@ -222,7 +222,8 @@ class DistillObjective:
             logp_N, entropy_N = chosen_logprobs(hidden_ND, head_VD, targets_N, operators=operators)
             measured = self.policy.measured(logp_N, entropy_N, targets_N, advantages_N)
             statistics["slope"] = statistics["slope"] + _slope(measured.loss, logp_N)
-            return Measured(loss + measured.loss, measured.nll_N, {**statistics, **measured.streams_N})
+            extra = 3 + measured.num_extra_head_products  # `taught_loss` and `chosen_logprobs` both apply the head
+            return Measured(loss + measured.loss, measured.nll_N, {**statistics, **measured.streams_N}, extra)
         ratio_N = torch.where(targets_N != IGNORED, (statistics["logp"] - behaviour_N).exp(), 0.0)
         return Measured(loss, -statistics["logp"], {**statistics, "ratio": ratio_N})
 

@@ -157,4 +157,5 @@ class PolicyObjective:
         for name, value_M in values.items():
             streams_N[name][at_M] = value_M.float()
         streams_N |= {"logp": all_N.detach(), "entropy": entropy_N}
-        return Measured((weights_M * loss_M).sum(), -all_N.detach(), streams_N)
+        # `chosen_logprobs` computes the logits again in its backward pass
+        return Measured((weights_M * loss_M).sum(), -all_N.detach(), streams_N, num_extra_head_products=1)

@@ -90,6 +90,8 @@ class Measured:
     """Negative log-likelihood of each target, detached; 0 for positions without a target."""
     streams_N: Mapping[str, Tensor] = field(default_factory=dict)
     """Values per token for the log, detached, by name."""
+    num_extra_head_products: int = 0
+    """Products with the head's matrix for each target, beside one in the forward pass and two in the backward pass."""
 
 
 class Objective(Protocol):
@@ -144,7 +146,7 @@ class StepResult:
     """Global norm before clipping."""
     flops: int
     """FLOPs of the model's matrix products, forward and backward, teachers and recomputation included. Gradients of frozen weights, and the
-    head at tokens that `head_loss` leaves out, are not. Attention is counted as if every row were one document; packed rows execute less."""
+    head at tokens that the loss leaves out, are not. Attention is counted as if every row were one document; packed rows execute less."""
     counts: dict[int, Tensor] = field(default_factory=dict)
     """Tokens routed to each expert, padding excluded, by MoE row, [W, E]."""
     streams_N: list[Mapping[str, Tensor]] = field(default_factory=list)
@@ -194,14 +196,15 @@ def optimisation_step(
         updating: AbstractContextManager[None] = nullcontext()
         if eager is not None and scale is not None and batch is batches[-1]:
             updating = eager.updating(scale)
-        for done in forward_backward(model, batch, dtype, share, updating):
+        passes = forward_backward(model, batch, dtype, share, updating)
+        for done in passes:
             nll_by_kind[done.kind] += done.measured.nll_N.sum()
             tokens_by_kind[done.kind] += done.num_target_tokens
             for row, counts_WE in done.counts.items():
                 counts[row] = counts[row] + counts_WE if row in counts else counts_WE
             if batch.objective is not None:
                 streams_N.append(done.measured.streams_N)
-        flops += _step_flops(model, batch, ranks.world)
+        flops += _step_flops(model, batch, ranks.world, passes[-1].measured.num_extra_head_products)
     for value in nll_by_kind.values():
         ranks.sum(value)
     counts = {row: ranks.sum(counts_WE) for row, counts_WE in counts.items()}
@@ -350,7 +353,7 @@ def _partly_taught(
     return Measured(loss, nll_N)
 
 
-def _step_flops(model: Transformer, batch: MicroBatch, world: int) -> int:
+def _step_flops(model: Transformer, batch: MicroBatch, world: int, num_extra_head_products: int) -> int:
     """FLOPs of the passes of all ranks: forward and backward of trained passes, forward of a teacher."""
     num_own, length = batch.ids_BT.shape
     num_rows = num_own * world if batch.num_rows is None else batch.num_rows
@@ -369,7 +372,8 @@ def _step_flops(model: Transformer, batch: MicroBatch, world: int) -> int:
         others = _head_tokens((num_rows - num_taught) * length, num_targets - taught_targets)
         student = trained(batch.subnet, num_rows, num_taught * length + others)
     elif batch.objective is not None:
-        student = trained(batch.subnet, num_rows, num_rows * length)
+        extra = num_targets * num_extra_head_products * count(model.config, batch.subnet).head_flops
+        student = trained(batch.subnet, num_rows, num_targets) + extra
     else:
         student = trained(batch.subnet, num_rows, _head_tokens(num_rows * length, num_targets))
     if distil is None or not distil.runs:

@@ -16,6 +16,9 @@ from pydantic import ValidationError
 from torch.utils.flop_counter import FlopCounterMode
 
 from stretto.base.errors import UserError
+from stretto.learning.distillation import DistillObjective, Lesson
+from stretto.learning.objective import PolicyObjective
+from stretto.learning.recipe import DistillConfig, LossConfig
 from stretto.model.elastic import extract
 from stretto.model.parallel import join
 from stretto.model.spec import (
@@ -33,9 +36,9 @@ from stretto.model.spec import (
     spaced_layer_order,
 )
 from stretto.model.transformer import Context, RowWidths, Transformer, build
-from stretto.ops.logprob import IGNORED, head_loss
+from stretto.ops.logprob import IGNORED, Teacher, head_loss
 from stretto.ops.native import training
-from stretto.train.step import Distil, MicroBatch, optimisation_step
+from stretto.train.step import Distil, MicroBatch, Objective, optimisation_step
 
 SHAPE = {
     "vocab_size": 40, "hidden_size": 16, "num_layers": 8, "num_heads": 4, "num_kv_heads": 2, "head_dim": 4,
@@ -496,6 +499,37 @@ def test_a_step_counts_the_head_at_the_tokens_it_is_applied_to() -> None:
     # a teacher that learns computes its logits a second time, for the student, which is not counted
     stated, done = flops[2]
     assert stated - done.linear == 6 * scores - tokens * counts.head_flops
+
+
+@pytest.mark.parametrize("form", [None, "full", "sampled", "full with rewards"])
+def test_a_policy_loss_counts_the_head_at_its_targets(form: str | None) -> None:
+    """RL computes the logits of the targets once more in the backward pass; a distillation loss of whole distributions does not."""
+    model = count_network("plain")
+    config, targets = model.config, ids(1)
+    targets[:, 3:] = IGNORED
+    places_M = (targets.flatten() != IGNORED).nonzero()[:, 0]
+    num, zeros_BT = len(places_M), torch.zeros(ids().shape)
+    streams = {"weights_BT": zeros_BT + 1 / num, "behaviour_BT": zeros_BT - 3, "advantages_BT": zeros_BT + 1}
+    objective: Objective = PolicyObjective(LossConfig(), 1.0, streams | {"samples_BT": zeros_BT.long()}, zeros_BT - 3)
+    head_flops, of_teacher = count(config, config.full()).head_flops, 0
+    if form is not None:
+        scores: torch.Tensor | Teacher = zeros_BT.flatten()[places_M]
+        if form != "sampled":
+            scores, of_teacher = (
+                Teacher(torch.zeros(num, config.hidden_size), torch.zeros(config.vocab_size, config.hidden_size)),
+                num,
+            )
+        lessons = (Lesson(places_M, scores),)
+        distil = DistillConfig(form=form.split()[0])
+        objective = DistillObjective(distil, lessons, objective, has_policy=form == "full with rewards")
+    batch = MicroBatch("policy", ids(), targets, Context.plain(ids()), config.full(), num, objective=objective)
+    adamw = torch.optim.AdamW(model.parameters())
+    with counting() as executed:
+        result = optimisation_step(
+            model, [adamw], [batch], join("cpu"), clip_norm=1.0, balance_rate=0.0, dtype=torch.float32
+        )
+    scores_flops = ROWS * LENGTH * LENGTH * count(config, config.full()).score_flops
+    assert result.flops == executed.linear - of_teacher * head_flops + 3 * scores_flops
 
 
 @pytest.mark.parametrize("name", SHAPES)
