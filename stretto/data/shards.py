@@ -157,6 +157,11 @@ class TokenSet:
         """See `stretto.data.loader.Documents`."""
         return f"{self.split}:{self.manifest.data_hash}"
 
+    @property
+    def all_lengths(self) -> NDArray[np.int64]:
+        """`lengths` of all documents."""
+        return np.concatenate([np.diff(index[:, 0].astype(np.int64), prepend=0) for index in self._index])
+
     def lengths(self, documents: NDArray[np.int64]) -> NDArray[np.int64]:
         """Number of tokens of each document, its end-of-text token included."""
         shards = np.searchsorted(self._first, documents, side="right") - 1

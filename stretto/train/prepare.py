@@ -146,7 +146,7 @@ def prepare_data(
     if text.holds_out:
         mixture.open("val")
         if tokenised and len(sources) > 1:
-            _tell_shared(mixture)
+            _tell_shared(mixture, [source for source, _ in weighted], tokenised)
     manifests = [read_manifest(folder) for folder in (*(part.path for part in parts), *((val,) if val else ()))]
     largest = max(manifest.settings.vocab_size for manifest in manifests)
     if largest > vocab_size:
@@ -362,9 +362,9 @@ def _divide(sources: Sequence[Source], text: TextOptions) -> list[Division]:
     return [Division(None, given | chosen) if each in with_val else Division(next(left), given) for each in sources]
 
 
-def _tell_shared(mixture: Mixture) -> None:
-    """Print how many held-out documents are also in the training tokens of each part. Token data is used unchanged, so they cannot be left
-    out.
+def _tell_shared(mixture: Mixture, sources: Sequence[str], tokenised: Sequence[Path]) -> None:
+    """Print how many held-out documents each of ``sources`` trains on; they are the parts of ``mixture``. Token data, the folders
+    ``tokenised``, is used unchanged, so these documents cannot be left out.
     """
 
     def key(data: TokenSet, number: int) -> bytes:
@@ -372,19 +372,18 @@ def _tell_shared(mixture: Mixture) -> None:
 
     opened = mixture.open("val")
     held_out = {key(data, number) for data in opened for number in range(data.num_documents)}
-    lengths = np.concatenate([data.lengths(np.arange(data.num_documents)) for data in opened])
-    shared: dict[Path, set[bytes]] = {part.path: set() for part in mixture.parts}
+    lengths = np.concatenate([data.all_lengths for data in opened])
+    shared: list[set[bytes]] = [set() for _ in sources]
     with progress("compare held-out documents", unit="documents") as advance:
-        for part, data in zip(mixture.parts, mixture.open(), strict=True):
-            candidates = np.flatnonzero(np.isin(data.lengths(np.arange(data.num_documents)), lengths))
-            for number in candidates.tolist():
-                shared[part.path] |= held_out & {key(data, number)}
+        for found, data in zip(shared, mixture.open(), strict=True):
+            for number in np.flatnonzero(np.isin(data.all_lengths, lengths)).tolist():
+                found |= held_out & {key(data, number)}
                 advance(1)
-    for path, found in shared.items():
+    for source, found in zip(sources, shared, strict=True):
         if found:
             say(
-                f"{path}: {len(found):,} of {numbers.counted(len(held_out), 'held-out document')} are also training text here; "
-                "name text in place of token data to leave them out"
+                f"{source}: trains on {len(found):,} of {numbers.counted(len(held_out), 'held-out document')}; to leave them out, name "
+                f"the text of all token data ({', '.join(map(str, tokenised))})"
             )
 
 

@@ -53,6 +53,7 @@ def test_documents_come_back(tmp_path: Path) -> None:
         assert data.of_domain(domain).tolist() == [n for n, d in enumerate(documents) if d.domain == domain]
     assert all(data.document(n)[-1] == 256 for n in range(100))
     assert data.lengths(np.arange(100)).tolist() == [len(d.text) + 1 for d in documents]
+    assert data.all_lengths.tolist() == data.lengths(np.arange(100)).tolist()
     assert data.lengths(np.array([99, 0, 50])).tolist() == [len(documents[n].text) + 1 for n in (99, 0, 50)]
     assert (data.num_documents, manifest.num_documents) == (100, 103)
     assert len(manifest.splits["train"]) >= 4

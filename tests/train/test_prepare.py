@@ -251,6 +251,21 @@ def test_token_data_that_contains_held_out_documents_is_told(
     held, trained = held_and_trained(mixture)
     num = len(held & trained)
     out = capsys.readouterr().out
-    assert num and f"{num} of {len(held)} held-out documents are also training text here" in out, out
+    told = f"{tmp_path / 'tokens'}: trains on {num} of {len(held)} held-out documents; to leave them out, name the text of all token data"
+    assert num and f"{told} ({tmp_path / 'tokens'})" in " ".join(out.split()), out
     prepare_data(tmp_path / "alone", [str(tmp_path / "tokens")], None, 300)
-    assert "training text here" not in capsys.readouterr().out
+    assert "trains on" not in capsys.readouterr().out
+
+
+def test_text_that_contains_held_out_documents_of_token_data_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The line names the text as the user did, and the token data as what is to be replaced."""
+    lines = [f"{number} " + "some more words " * 20 for number in range(60)]
+    tokens, text = str(tmp_path / "tokens"), records(tmp_path / "all.jsonl", lines)
+    tokenise_data([text], Path(tokens), None, 300)
+    mixture, _, _ = prepare_data(tmp_path / "run", [tokens, text], None, 300, TextOptions(val_fraction=0.02))
+    held, trained = held_and_trained(mixture)
+    told = f"{text}: trains on {len(held & trained)} of {len(held)} held-out documents; to leave them out, name the text of all token data"
+    out = " ".join(capsys.readouterr().out.split())
+    assert held & trained and f"{told} ({tokens})" in out, out
