@@ -118,7 +118,7 @@ def agreed(
     """``holdouts`` of several sources, changed so that a document of two sources is divided in the same way in both.
 
     Sources with much text have one rule already. A document of a source with little text has that source's rule in all sources; of several
-    such rules, the one that holds out most.
+    such rules, one that cuts documents comes first, then the one that holds out the larger share.
 
     Args:
         sources: each reads the documents that the holdout was chosen for.

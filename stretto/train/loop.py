@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -105,16 +106,16 @@ class Trained:
 
 @dataclass(frozen=True, slots=True)
 class RankAt:
-    """Numbers of completed steps after which orders are measured; 0: before the first step."""
+    """Shares of the run at which orders are measured."""
 
-    layers: Set[int] = frozenset()
-    experts: Set[int] = frozenset()
+    layers: Sequence[float] = ()
+    experts: Sequence[float] = ()
+    first: int = 0
+    """The earliest number of completed steps; 0: before the first step."""
 
-    @classmethod
-    def of(cls, elastic: MixtureConfig, steps: int, first: int = 0) -> RankAt:
-        """The shares of ``elastic`` in a run of so many ``steps``; ``first``: the earliest step."""
-        shares = elastic.rank_layers_at, elastic.rank_experts_at
-        return cls(*(frozenset(max(first, round(share * steps)) for share in each) for each in shares))
+    def step(self, share: float, steps: int) -> int:
+        """Number of completed steps after which the order of ``share`` is measured in a run of so many ``steps``."""
+        return max(self.first, round(share * steps))
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,8 +184,8 @@ class Training:
         self.own_time: OwnTime | None = None
         self.changes: tuple[Change, ...] = ()
         self.past = 0
-        """Step of the present schedule up to which the run had come before `train.steps` changed. No later step is treated as an earlier one
-        than this, so that the mixture does not start twice and no order is measured twice."""
+        """Step of the present schedule up to which the run had come before `train.steps` changed. Until this step the mixture is that of
+        this step: a longer schedule does not start it again."""
         meta, config = self._read_meta(type(recipe)) if job.resume else None, origin.config
         if meta is not None and meta.expert_order is not None:
             config = config.replace(expert_order=meta.expert_order)
@@ -259,8 +260,13 @@ class Training:
         self.run_id, self.step, self.tokens_by_kind = meta.run_id, meta.step, Counter(meta.tokens_by_kind)
         self.meter = Meter(self.stage, meta.receipt.device, self.ranks.world, spent=meta.receipt)
         self.changes = meta.changes + changes_between(meta.recipe, self.recipe, STEERING, meta.step)
-        done = [change.step / change.before for change in self.changes if change.field == "train.steps"]
+        done = [change.step / change.before for change in self._reschedules]
         self.past = round(max(done, default=0.0) * self.train.steps)
+
+    @property
+    def _reschedules(self) -> list[Change]:
+        """The changes of `train.steps`."""
+        return [change for change in self.changes if change.field == "train.steps"]
 
     def run(self, plan: Callable[[int], Plan]) -> Trained:
         """Train to the end of the recipe and write a last snapshot. Snapshots are written while training goes on; a failed one raises
@@ -311,10 +317,10 @@ class Training:
         advance(self.step)
         if self.step and self.ranks.is_first:
             say(f"{self.stage}: resumes after step {self.step:,} of {train.steps:,}")
-        if self.step == 0:
+        if self.step == 0 or self._is_rescheduled:
             self._rank(goes_on)
-            if self.stage in ("heal", "sft") and self.job.held_out:
-                self._log(log, {}, self._held_out_losses())
+        if self.step == 0 and self.stage in ("heal", "sft") and self.job.held_out:
+            self._log(log, {}, self._held_out_losses())
         while self.step < train.steps:
             with self.meter:
                 result = self._step(plan(self.step))
@@ -440,8 +446,7 @@ class Training:
         """Measure the orders that are due after this step on held-out text, and add the cost to the meter. ``goes_on`` is called after
         each layer."""
         named = ("layers", self.rank_at.layers), ("experts", self.rank_at.experts)
-        is_past = 0 < self.step <= self.past
-        due = [name for name, steps in named if self.step in steps and not is_past]
+        due = [name for name, shares in named if any(map(self._is_due, shares))]
         if not due or not self.job.held_out:
             return
         if self.ranks.is_first:
@@ -455,6 +460,20 @@ class Training:
                 experts = rank_experts(self._with_whole_layers(), self.job.held_out, goes_on, self.ranks)
                 order_experts(self.model, experts.orders)
                 self.meter.add(flops=experts.flops)
+
+    @property
+    def _is_rescheduled(self) -> bool:
+        """Whether `train.steps` changed after this step."""
+        return any(change.step == self.step for change in self._reschedules)
+
+    def _is_due(self, share: float) -> bool:
+        """Whether the order of ``share`` is measured after this step: at its own step, or at once if a change of `train.steps` put that
+        step before this one. An order that was measured before the change is not measured again."""
+        step_in = partial(self.rank_at.step, share)
+        if any(step_in(change.before) <= change.step for change in self._reschedules):
+            return False
+        due = step_in(self.train.steps)
+        return due == self.step or (due < self.step and self._is_rescheduled)
 
     def _with_whole_layers(self) -> Transformer:
         """The network, or a copy if expert parallelism divides the experts of a layer, which a ranking compares."""

@@ -46,7 +46,7 @@ def pretrain(recipe: Recipe, job: Job, parent: Origin | None = None) -> Trained:
     """
     train, elastic, config = recipe.train, recipe.elastic, recipe.network()
     begun = parent or random_network(config, train.seed)
-    rank_at = RankAt.of(elastic, train.steps, first=1)
+    rank_at = RankAt(elastic.rank_layers_at, elastic.rank_experts_at, first=1)
     training = Training("pretrain", recipe, job, replace(begun, config=config), elastic.anchors, rank_at)
     return training.run(_self_taught(training, elastic))
 
@@ -96,13 +96,13 @@ def elasticize(
     Args:
         recipe: completed for this network by `ElasticizeRecipe.for_network`.
     """
-    train, elastic = recipe.train, recipe.elastic
+    elastic = recipe.elastic
     config = with_branches(parent.config, elastic)
-    rank_at = RankAt.of(elastic, train.steps)
-    if config.layer_order is None:
-        rank_at = replace(rank_at, layers=rank_at.layers | {0})
-    if config.expert_order is None and config.num_moe_layers:
-        rank_at = replace(rank_at, experts=rank_at.experts | {0})
+    lacks_experts = config.expert_order is None and config.num_moe_layers
+    rank_at = RankAt(
+        ((0.0,) if config.layer_order is None else ()) + elastic.rank_layers_at,
+        ((0.0,) if lacks_experts else ()) + elastic.rank_experts_at,
+    )
     training = Training("elasticize", recipe, job, replace(parent, config=config), elastic.anchors, rank_at)
     taught_by = teacher or parent
     is_parents = training.step == 0 and recipe.optim.master != "bf16_stochastic"  # which rounds the weights

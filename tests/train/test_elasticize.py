@@ -262,6 +262,35 @@ def test_more_steps_do_not_start_the_sizes_again(done: int, starts: int, run: An
     assert smaller(starts) == smaller(done) and smaller(starts + 2) > smaller(starts)
 
 
+@pytest.mark.parametrize(
+    ("share", "steps", "done", "changed_to"),
+    [
+        pytest.param(0.5, 8, 3, 5, id="fewer steps: its step lies behind"),
+        pytest.param(0.25, 8, 1, 5, id="fewer steps: it is due at once"),
+        pytest.param(0.3, 8, 2, 24, id="more steps: it was measured at a rounded step"),
+    ],
+)
+def test_other_steps_measure_each_order_once(share: float, steps: int, done: int, changed_to: int, run: Any) -> None:
+    asked: list[int] = []
+
+    def measure(model: Transformer) -> tuple[tuple[int, ...], ...]:
+        asked.append(1)
+        return (tuple(range(8)),) * 5
+
+    changes = {"elastic__rank_experts_at": (share,), "train__snapshot_every": 1, "train__keep_snapshots": 99}
+    run(rank_experts=measure, train__steps=steps, **changes)
+    snapshots = run.folder / "snapshots"
+    for step in range(done + 1, steps + 1):
+        shutil.rmtree(snapshots / f"step-{step:07d}")
+    if done < round(share * steps):
+        asked.clear()
+    run(rank_experts=measure, resume=True, train__steps=changed_to, **changes)
+    assert asked == [1]
+    shutil.rmtree(snapshots / f"step-{changed_to:07d}")
+    run(rank_experts=measure, resume=True, train__steps=changed_to, **changes)
+    assert asked == [1], "the changed run is resumed once more"
+
+
 def test_more_steps_do_not_repeat_what_is_past(elasticize_in: Callable[..., Trained], tmp_path: Path) -> None:
     """Random top-k begins after half of the steps; the weight of the teacher falls until the last one."""
     changes = {"elastic__top_k_share": 0.6, "elastic__anchor_share": 0.2, "train__keep_snapshots": 9}
