@@ -58,9 +58,10 @@ test: $(DEV_STAMP)
 	@$(PYTEST) -q -n 2
 
 # A file's tests go to one worker: some train for minutes what all of a file compare. In the order of their names, the longest files
-# are not the last ones, during which the other worker would have nothing to do.
+# are not the last ones, during which the other workers would have nothing to do. Three workers, because many of these tests wait for
+# processes that they started.
 test-slow: $(DEV_STAMP)
-	@$(PYTEST) -q -n 2 --dist loadfile --no-loadscope-reorder -m slow
+	@$(PYTEST) -q -n 3 --dist loadfile --no-loadscope-reorder -m slow
 
 test-avx2: $(DEV_STAMP)
 	@$(AVX2) $(PYTEST) -q -n 2 $(addprefix tests/,$(NUMERICAL))

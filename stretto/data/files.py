@@ -144,6 +144,7 @@ def _walk(path: Path, left_out: LeftOut) -> Iterator[Path]:
 
     all_files: list[Path] = []
     for place, folders, names in os.walk(path, onerror=refuse):
+        folders.sort()  # what is left out is named in the same order on every file system
         for name in [*folders]:
             folder = Path(place, name)
             is_hidden = name.startswith(".") or name in _SKIPPED_FOLDERS

@@ -41,7 +41,7 @@ def test_folders_of_runs_are_left_out_unless_they_are_named(tmp_path: Path) -> N
     make(tmp_path, "runs/rl/recipe.json", "runs/rl/metrics.jsonl", "runs/rl/.lock", size=9000)
     found = find_files(tmp_path)
     assert names(tmp_path, found) == {"train": ["a.txt", "own/b.txt"]}
-    assert "2 folders of runs (runs/x, …)" in str(found.left_out)
+    assert "2 folders of runs (runs/rl, …)" in str(found.left_out)
     assert names(tmp_path / "runs/x", find_files(tmp_path / "runs/x")) == {"train": ["report/c.html"]}
 
 
