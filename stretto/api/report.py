@@ -36,6 +36,7 @@ from stretto.evals.routing import routing
 from stretto.model.checkpoint import Checkpoint, read_checkpoint, read_config
 from stretto.model.parallel import device_name, join
 from stretto.model.spec import ModelConfig, Subnet, count, named_subnets
+from stretto.ops.logprob import num_head_tokens
 from stretto.post.pipeline import EVALUATED
 from stretto.report.comparison import comparison_table, read_comparison
 from stretto.report.cost import (
@@ -376,13 +377,15 @@ def _family(models: Sequence[tuple[Path, Lineage]]) -> Family | None:
     if len(origins) != 1 or not sizes or not isinstance(first := recipes.get(origins[0].run_id), Recipe):
         return None
     together = shared | {origins[0].run_id}
-    positions = sum(recipe.train.num_positions for run, recipe in recipes.items() if run in together)
+    trained = [run for run in recipes if run in together]
+    positions = sum(recipes[run].train.num_positions for run in trained)
+    targets = sum(stages[run].receipt.tokens for run in trained)
     others = [(lineage, read_config(folder)) for folder, lineage in sizes]
     others = [each for each in others if _shape(each[1]) != _shape(first.model)]  # SFT, merges and RL keep the shape
     if not others:
         return None
     members = [(origins[0], first.model), *others]
-    alone_flops = [_ordinary_flops(model, first.train, positions) for _, model in members]
+    alone_flops = [_ordinary_flops(model, first.train, positions, targets) for _, model in members]
     return family([lineage for lineage, _ in members], alone_flops)
 
 
@@ -393,9 +396,11 @@ def _recipe_of(stage: Lineage) -> Recipe | ElasticizeRecipe | None:
     return kinds[stage.stage].model_validate(recipe) if stage.stage in kinds and recipe is not None else None
 
 
-def _ordinary_flops(model: ModelConfig, train: TrainConfig, num_positions: int) -> int:
-    """FLOPs of training only the full network of ``model`` on ``num_positions`` positions, counted as in `stretto.train.step`."""
-    return count(model, model.full()).trained_flops(num_positions, train.seq_len, train.recompute)
+def _ordinary_flops(model: ModelConfig, train: TrainConfig, num_positions: int, num_targets: int) -> int:
+    """FLOPs of training only the full network of ``model`` on ``num_positions`` positions, of which ``num_targets`` have a target, counted as
+    in `stretto.train.step`."""
+    head_tokens = num_head_tokens(num_positions, num_targets)
+    return count(model, model.full()).trained_flops(num_positions, train.seq_len, train.recompute, head_tokens)
 
 
 def _elasticity(folder: Path, lineage: Lineage, controls: Sequence[Path]) -> Elasticity | None:
@@ -418,9 +423,9 @@ def _elasticity(folder: Path, lineage: Lineage, controls: Sequence[Path]) -> Ela
             raise UserError(f'{other}: --control: not an ordinary run (sampler "off") of the same shape; leave it out')
         if same_shape and (other in controls or ordinary.data_hash == lineage.data_hash):
             found.setdefault(ordinary.run_id, _control(run, lineage, checkpoint_folder(other).parent, ordinary))
-    return Elasticity(
-        lineage.receipt.flops, _ordinary_flops(model, recipe.train, recipe.train.num_positions), tuple(found.values())
-    )
+    spent = lineage.receipt
+    ordinary_flops = _ordinary_flops(model, recipe.train, recipe.train.num_positions, spent.tokens)
+    return Elasticity(spent.flops, ordinary_flops, tuple(found.values()))
 
 
 def _check_used(controls: Sequence[Path], found: Sequence[Elasticity | None]) -> None:

@@ -29,6 +29,12 @@ WORTH_LEAVING_OUT = 0.9
 belong to prompts."""
 
 
+def num_head_tokens(num_tokens: int, num_targets: int) -> int:
+    """Number of ``num_tokens`` tokens, of which ``num_targets`` have a loss, to which `head_loss` applies the head if there is no teacher.
+    Ranks decide for their own tokens; this decides for all."""
+    return num_tokens if num_targets > WORTH_LEAVING_OUT * num_tokens else num_targets
+
+
 @dataclass(frozen=True, slots=True)
 class Teacher:
     """A teacher's distribution: final hidden states of the student's tokens, and the teacher's head.

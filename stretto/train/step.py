@@ -28,7 +28,7 @@ from stretto.model.elastic import update_balance
 from stretto.model.parallel import Ranks, scale_gradients
 from stretto.model.spec import ModelConfig, Subnet, count, executed
 from stretto.model.transformer import Context, RowWidths, Transformer
-from stretto.ops.logprob import IGNORED, WORTH_LEAVING_OUT, Teacher, TopLogProbs, head_loss
+from stretto.ops.logprob import IGNORED, Teacher, TopLogProbs, head_loss, num_head_tokens
 from stretto.optim.compact import CompactAdamW
 from stretto.train.sampler import WidthPlan
 
@@ -369,25 +369,20 @@ def _step_flops(model: Transformer, batch: MicroBatch, world: int, num_extra_hea
     rows = distil.rows if isinstance(distil, Distil) else None
     num_taught, taught_targets = (num_rows, num_targets) if rows is None else (rows.num_rows, rows.num_target_tokens)
     if distil is not None and distil.ce_weight < 1.0:  # a teacher's distribution is compared at all tokens of its rows
-        others = _head_tokens((num_rows - num_taught) * length, num_targets - taught_targets)
+        others = num_head_tokens((num_rows - num_taught) * length, num_targets - taught_targets)
         student = trained(batch.subnet, num_rows, num_taught * length + others)
     elif batch.objective is not None:
         extra = num_targets * num_extra_head_products * count(model.config, batch.subnet).head_flops
         student = trained(batch.subnet, num_rows, num_targets) + extra
     else:
-        student = trained(batch.subnet, num_rows, _head_tokens(num_rows * length, num_targets))
+        student = trained(batch.subnet, num_rows, num_head_tokens(num_rows * length, num_targets))
     if distil is None or not distil.runs:
         return student
     if isinstance(distil, Recorded):
         return student + _forward_flops(distil.config, distil.config.full(), num_rows, length)
     if distil.learns:
-        return student + trained(distil.subnet, num_taught, _head_tokens(num_taught * length, taught_targets))
+        return student + trained(distil.subnet, num_taught, num_head_tokens(num_taught * length, taught_targets))
     return student + _forward_flops(distil.model.config, distil.subnet, num_taught, length)
-
-
-def _head_tokens(num_tokens: int, num_targets: int) -> int:
-    """Tokens to which `head_loss` applies the head if there is no teacher. Ranks decide for their own tokens; here it is decided for all."""
-    return num_tokens if num_targets > WORTH_LEAVING_OUT * num_tokens else num_targets
 
 
 def _frozen_flops(model: Transformer, subnet: Subnet) -> int:
