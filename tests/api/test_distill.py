@@ -104,6 +104,7 @@ def begun(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, torch.Tensor]]:
     return starts
 
 
+@pytest.mark.slow
 def test_a_merge_of_a_failed_attempt_is_made_again(
     stretto: Run, plain: Path, served_run: Path, tmp_path: Path, begun: list[dict[str, torch.Tensor]]
 ) -> None:

@@ -179,6 +179,7 @@ def spelled(arguments: str) -> str:
     return re.escape(f'<tool_call>{{"name": "pick", "arguments": {arguments}}}</tool_call>').replace("/", "\\/")
 
 
+@pytest.mark.slow
 def test_white_space_of_an_answer_with_calls_is_the_same_in_a_stream(ask: Ask) -> None:
     before, after = "I will pick.\n\n", "\n\ndef f(x):\n    return x  +  1\n\n\nDone."
     regex = re.escape(before) + spelled('{"n": 1}') + re.escape(after)

@@ -40,6 +40,7 @@ def test_experts_of_equal_scores_are_chosen_alike(make_model, batches):
     assert found.difference <= found.tolerance
 
 
+@pytest.mark.slow
 def test_scores_that_differ_by_one_rounding_are_no_reason_to_refuse():
     """The softmax of 128 and of 64 experts orders two scores of one token otherwise, and its logits then differ by 6e-3."""
     config = ModelConfig(

@@ -235,6 +235,7 @@ def test_a_resumed_run_is_an_uninterrupted_one(
     assert_same(whole, resumed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("done", "starts"), [(8, 8), pytest.param(6, 6, marks=pytest.mark.slow), (3, 12)])
 def test_more_steps_do_not_start_the_sizes_again(done: int, starts: int, run: Any) -> None:
     """A run of 8 steps ranks experts after step 4 and trains smaller sizes from then on. After ``done`` steps it gets 24."""
@@ -262,6 +263,7 @@ def test_more_steps_do_not_start_the_sizes_again(done: int, starts: int, run: An
     assert smaller(starts) == smaller(done) and smaller(starts + 2) > smaller(starts)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("share", "steps", "done", "changed_to"),
     [
@@ -291,6 +293,7 @@ def test_other_steps_measure_each_order_once(share: float, steps: int, done: int
     assert asked == [1], "the changed run is resumed once more"
 
 
+@pytest.mark.slow
 def test_more_steps_do_not_repeat_what_is_past(elasticize_in: Callable[..., Trained], tmp_path: Path) -> None:
     """Random top-k begins after half of the steps; the weight of the teacher falls until the last one."""
     changes = {"elastic__top_k_share": 0.6, "elastic__anchor_share": 0.2, "train__keep_snapshots": 9}

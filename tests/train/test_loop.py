@@ -376,6 +376,7 @@ def test_a_skipped_step_reads_its_rows_and_trains_on_none(make_run: Any, referen
     assert_same(trained, stopped(resume=True, train__skip_steps=[3]))
 
 
+@pytest.mark.slow
 def test_a_step_without_a_target_is_skipped(run: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Text in pieces of exactly a row: with its end, each document leaves a piece of one token, which has no target."""
     seq_len = 16
