@@ -36,9 +36,8 @@ def _quantise(
     rows_N = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     is_row_N = rows_N < N
     x_ptr_N = x_ptr + e * stride_e + rows_N * stride_n
-    largest_N = tl.zeros(
-        (BLOCK_N,), tl.int32
-    )  # bits of magnitudes: their order is that of the numbers, and NaN is the largest
+    # Bits of magnitudes: their order is that of the numbers, and NaN is the largest.
+    largest_N = tl.zeros((BLOCK_N,), tl.int32)
     for start in range(0, D, BLOCK_D):
         columns_D = start + tl.arange(0, BLOCK_D)
         mask_ND = is_row_N[:, None] & (columns_D < D)[None, :]
