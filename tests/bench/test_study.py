@@ -46,7 +46,7 @@ def results(gap: float) -> dict[str, dict[str, Any]]:
         return {"report": report, "flops": executed, "token_flops": per_token, "parameters": 2e6, "tokens": 1e6}
 
     per_token = flops | dict.fromkeys(randoms, 1.5)
-    for arm, more in {"elastic": gap, "ernie": 0.1, "ordinary": 0.0, "emo": 0.0, "ordinary+": 0.0}.items():
+    for arm, more in {"elastic": gap, "ernie": 0.1, "ordinary": 0.0, "emo": 0.0, "ordinary+": 0.0, "ernie+": 0.1}.items():
         losses = {name: loss + more for name, loss in (sizes | randoms).items()}
         found[f"{arm}-1"] = trained(losses, 110.0 if arm == "elastic" else 100.0, per_token)
     for arm in study.MAXIMUM:
@@ -74,13 +74,13 @@ def test_a_record_has_the_verdicts_of_the_aims(gap: float, missed: int, tmp_path
 
 def test_a_comparison_has_the_seeds_that_have_its_arms(capsys: pytest.CaptureFixture[str]) -> None:
     found = results(0.025)
-    for arm in ("ernie", "heal-emo-half", "experts-elastic", "criteria"):
+    for arm in ("ernie", "ernie+", "heal-emo-half", "experts-elastic", "criteria"):
         del found[f"{arm}-1"]
     failures = study.report(study.Arms((0, 1, 2), None, study.RATES), found)
     second = [name.replace("-1", "-2") for name in results(0.0) if name.endswith("-1")]
     told, _, names = failures[0].partition(": ")
-    assert told == f"the record lacks {4 + len(second)} runs" and len(failures) == 2
-    first = {"ernie-1", "heal-emo-half-1", "experts-elastic-1", "criteria-1"}
+    assert told == f"the record lacks {5 + len(second)} runs" and len(failures) == 2
+    first = {"ernie-1", "ernie+-1", "heal-emo-half-1", "experts-elastic-1", "criteria-1"}
     assert set(names.split(", ")) == first | set(second)
     shown = " ".join(capsys.readouterr().out.split())
     assert "elastic full − ordinary, equal tokens │ +0.0250 │ │ ≤ 0.02 │ 1 │" in shown
@@ -149,6 +149,7 @@ def test_only_the_chosen_arms_are_trained(tmp_path: Path) -> None:
         found[f"{arm}-1"] = {"flops": 6.0 if arm == "elastic" else 5.0, "lr": recipe.optim.lr}
     names = {"search-elastic-x1", "search-ordinary-x1", "elastic-1", "ordinary-1"}
     assert planned("elastic", "ordinary", "ordinary+") == names | {"ordinary+-1"}
+    assert planned("ernie", "ernie+") == {"search-ernie-x1", "ernie-1", "ernie+-1"}
     healed = {f"heal-{parent}-{size}-1" for parent in ("elastic", "ordinary") for size in study.SIZES}
     assert planned("elastic", "ordinary", "heal") == names | healed
     assert planned("scratch-half") == {"search-scratch-half-x1", "scratch-half-1"}
