@@ -1,8 +1,8 @@
 """Suites of other harnesses (tau2 by inspect_ai, BFCL): run against a server of Stretto, with trivial baselines by the same harness.
 
-Each harness runs in its own process with budgets of turns, tokens and time. A sample in whose log a request to the model failed is an
-infrastructure error, whatever score the harness gives. A domain with more than `MOST_INFRA` such samples has no score, and neither has a
-suite whose server died.
+Each harness runs in its own process and limits the number of turns as its benchmark does; `Budget` limits the tokens of a turn and the
+time. A sample in whose log a request to the model failed is an infrastructure error, whatever score the harness gives. A domain with more
+than `MOST_INFRA` such samples has no score, and neither has a suite whose server died.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from pydantic import Field
 from stretto.base.config import Config
 from stretto.base.errors import UserError, nearest
 from stretto.base.paths import remove, user_cache
-from stretto.base.track import progress
+from stretto.base.track import progress, say
 from stretto.evals.scores import MOST_INFRA
 from stretto.server.client import SERVING
 
@@ -61,12 +61,8 @@ class Budget(Config):
     """Number of samples that run concurrently."""
     max_tokens: int = Field(default=512, gt=0)
     """Largest number of tokens of one turn, also of the simulated user's."""
-    turns: int = Field(default=20, gt=0)
-    """Largest number of turns of a conversation."""
-    sample_tokens: int = Field(default=100_000, gt=0)
-    """Largest number of tokens of a sample."""
-    sample_s: int = Field(default=900, gt=0)
-    """Time limit of a sample, seconds."""
+    sample_s: int = Field(default=3600, gt=0)
+    """Time limit of a sample, seconds. It ends conversations that hang; none should reach it."""
 
 
 @dataclass(slots=True)
@@ -86,7 +82,7 @@ class Judged:
     baselines: dict[str, dict[str, list[float | None]]] = field(default_factory=dict)
     """``values`` of trivial baselines, by their names."""
 
-    def add(self, problem: str, value: float | None, why: str = "", finish: str = "") -> None:
+    def add(self, problem: str, value: float | None, why: str = "", finish: str = "stop") -> None:
         self.values.setdefault(problem, []).append(value)
         if value is None:
             self.failures.append(why)
@@ -143,6 +139,12 @@ def ask(suite: str, url: str, folder: Path, budget: Budget, has_baselines: bool 
     found = SUITES[suite](url, folder, budget)
     for name, judged in found.items():
         judged.refuse(name)
+        if (num := judged.finishes.total()) - (num_whole := judged.finishes["stop"]) > MOST_INFRA * num:
+            ends = ", ".join(f"{why} {count}" for why, count in judged.finishes.items() if why != "stop")
+            say(
+                f"{name}: limits ended {num - num_whole} of {num} samples ({ends}); its score may be too low",
+                style="yellow",
+            )
         judged.baselines = {rule: domains[name].values for rule, domains in trivial.items()}
     try:
         httpx.get(f"{url}/health", timeout=60.0, trust_env=False).raise_for_status()
@@ -212,7 +214,6 @@ def ask_inspect(url: str, folder: Path, budget: Budget, tasks: Mapping[str, str]
         "temperature": budget.temperature,
         "max-samples": budget.at_once,
         "max-tasks": 1,
-        "token-limit": budget.sample_tokens,
         "time-limit": budget.sample_s,
         "fail-on-error": MOST_INFRA + 1e-9,  # inspect stops at this share, `Judged.refuse` above it
         "display": "none",
@@ -254,9 +255,9 @@ def ask_inspect(url: str, folder: Path, budget: Budget, tasks: Mapping[str, str]
 
 
 def ask_tau(url: str, folder: Path, budget: Budget, domains: Sequence[str] = TAU) -> dict[str, Judged]:
-    """Run tau2. The model plays both the agent and the customer."""
+    """Run tau2 with its own limit on rounds. The model plays both the agent and the customer."""
     tasks = {f"tau2_{name}": f"inspect_evals/tau2_{name}" for name in domains}
-    return ask_inspect(url, folder, budget, tasks, "-T", f"message_limit={budget.turns}", "-T", "shuffle=false")
+    return ask_inspect(url, folder, budget, tasks, "-T", "shuffle=false")
 
 
 def ask_bfcl(url: str, folder: Path, budget: Budget) -> dict[str, Judged]:

@@ -76,6 +76,10 @@ def asked_table(found: Evaluation) -> Table:
         "Samples: per problem. Off-format: answers, correct or not, without the marker that the prompt asks for; their last line is scored. "
         "Tokens: per answer. FLOPs: per sample. Prompts of Stretto's own suites are 0-shot."
     )
+    for name, suite in found.asked["suites"].items():
+        if "sample_s" in suite:
+            limits = f"{suite['max_tokens']} tokens per turn and {suite['sample_s']:,} s per sample"
+            note += f" Limits of {name} beside the benchmark's own: {limits}."
     return Table("Settings", columns, tuple(rows), note=note, num_words=2, optional=("FLOPs", "Tokens"))
 
 

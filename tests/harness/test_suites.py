@@ -220,6 +220,31 @@ def test_infrastructure_errors_are_left_out_of_a_score() -> None:
     assert harness_names(["gym,tau", "bfcl"]) == (["tau", "bfcl"], ["gym"])
 
 
+def test_conversations_have_the_benchmarks_own_number_of_rounds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commands: list[list[str]] = []
+    monkeypatch.setattr(suites, "ask_inspect", lambda *told: commands.append([*told[3].values(), *told[4:]]) or {})
+    assert suites.ask_tau("http://127.0.0.1:9", tmp_path, Budget(), ["retail"]) == {}
+    assert commands == [["inspect_evals/tau2_retail", "-T", "shuffle=false"]]  # no message_limit
+    assert set(Budget.model_fields) == {"limit", "samples", "temperature", "at_once", "max_tokens", "sample_s"}
+
+
+def test_samples_that_a_limit_ended_are_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    few, many = judged(40, 0), judged(40, 0)
+    for one, num in ((few, 2), (many, 3)):
+        for number in range(num):
+            one.add(f"late{number}", 0.0, finish="time")
+    monkeypatch.setattr(suites, "SUITES", {"x": lambda *_: {"few": few, "many": many}})
+    with trivial_server("empty") as url:
+        monkeypatch.setattr(httpx.Response, "raise_for_status", lambda self: self)
+        ask("x", url, tmp_path, Budget(), has_baselines=False)
+    said = " ".join(capsys.readouterr().out.split())
+    assert "many: limits ended 3 of 43 samples (time 3)" in said and "few" not in said
+
+
 @pytest.mark.skipif(importlib.util.find_spec("inspect_ai") is None, reason="the package inspect_ai is not installed")
 def test_a_log_tells_of_a_failure_that_the_agent_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a provider that lets it be caught: the log says success, and 100 %."""

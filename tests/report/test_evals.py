@@ -118,6 +118,9 @@ def test_the_table_states_temperature_samples_and_prompt_format() -> None:
         assert rows["sums"][column].text == text
     assert "their last line is scored" in asked_table(found).note and "Unreadable" not in asked_table(found).columns
     assert asked_table(evaluation("tiny", START, temperature=0.0)).rows[0][0].note == "greedy decoding"
+    limits = "Limits of s beside the benchmark's own: 4 tokens per turn and 3,600 s per sample."
+    assert "Limits" not in asked_table(found).note
+    assert limits in asked_table(evaluation("tiny", START, sample_s=3600)).note
 
 
 @pytest.mark.slow
