@@ -166,7 +166,7 @@ def read_documents(path: Path) -> list[Document]:
     """
     if not path.exists():
         raise UserError(f"{path}: no such file or folder; check the path")
-    names = [(each, each.relative_to(path.parent).parts[1:]) for each in (path.rglob("*") if path.is_dir() else [path])]
+    names = [(each, each.relative_to(path).parts) for each in (path.rglob("*") if path.is_dir() else [path])]
     visible = sorted(
         each for each, parts in names if not any(part.startswith(".") for part in parts) and each.is_file()
     )

@@ -196,6 +196,16 @@ def test_questions_about_documents_of_ones_own(tmp_path: Path) -> None:
         read_documents(tmp_path / "nowhere")
 
 
+def test_hidden_files_are_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (".env.md", ".git/config.txt", "sub/.hidden/b.txt", "a.txt"):
+        (tmp_path / "notes" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "notes" / name).write_text("text")
+    for inside, name in (("", "notes"), ("notes", "."), ("notes/sub", "..")):
+        monkeypatch.chdir(tmp_path / inside)
+        assert [each.id for each in read_documents(Path(name))] == ["a.txt"]
+    assert [each.id for each in read_documents(Path("../.env.md"))] == [".env.md"]  # it is named
+
+
 def _empty(folder: Path) -> Path:
     (folder / "empty/.hidden").mkdir(parents=True)
     (folder / "empty/.hidden/a.txt").write_text("hidden")
