@@ -421,5 +421,7 @@ def _desks(names: str) -> Iterator[Callable[[], Desk]]:
 def _sources(run: Run, reader: Reader) -> tuple[Source, ...]:
     """The documents that the answer cites; with their text if they were opened."""
     unknown = Document("", "no such document", "")
-    found = [(each, reader.corpus.documents.get(each, unknown)) for each in citations(run.text)]
+    found = [
+        (each, reader.corpus.documents.get(each, unknown)) for each in citations(run.text, reader.corpus.documents)
+    ]
     return tuple(Source(name, each.title, each.text if name in reader.opened else "") for name, each in found)

@@ -9,7 +9,7 @@ import re
 import sqlite3
 import threading
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -29,7 +29,12 @@ _TITLE_WEIGHT = 2.0
 """BM25 weight of a word in the title; a word in the text has weight 1."""
 _PART_CHARS = 3000
 """Longest document in characters. Longer texts are split, because the model reads a document as a whole."""
-_CITED = re.compile(r"\s*[\[【]([^\[\]【】\n]+)[\]】]")
+_CITED = re.compile(r"\\?[\[【]+([^\[\]【】\n]+?)\\?[\]】]+")
+"""Such as ``[7]``, ``【7】``, ``[[7]]`` or ``\\[7\\]``."""
+_ONE = rf"(?>{_CITED.pattern}(?:\([^()\s]*\))?)"  # atomic: otherwise the time may be exponential in the number of citations
+_LISTED = rf"{_ONE}(?:(?:[\s,;&*]|and)*{_ONE})*"
+_WITH_COMMAS = re.compile(rf"[\s,;]*(?:\(\s*{_LISTED}\s*\)|{_LISTED})")
+"""Citations, with what joins them to each other and to the text before: ``, [7] and [8]``, ``([7], [8])`` or ``[7](link)``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,13 +127,15 @@ class Reader:
 # What an answer cites
 
 
-def citations(text: str) -> tuple[str, ...]:
-    """Ids in brackets, such as ``[7]`` or ``【7】``, in order, each once."""
-    return tuple(dict.fromkeys(match[1] for match in _CITED.finditer(text)))
+def citations(text: str, known: Container[str] = ()) -> tuple[str, ...]:
+    """Ids in brackets, such as ``[7]``, ``【7】`` or ``[7, 8]``, in order, each once. A comma may also be part of an id in ``known``."""
+    wholes = [match[1].strip() for match in _CITED.finditer(text)]
+    ids = [part for whole in wholes for part in ([whole] if whole in known else re.split(r"[,;]", whole))]
+    return tuple(dict.fromkeys(filter(None, map(str.strip, ids))))
 
 
 def without_citations(text: str) -> str:
-    return _CITED.sub("", text).strip()
+    return _WITH_COMMAS.sub("", text).strip()
 
 
 def supporting(cited: Sequence[Document], answer: str) -> set[str]:
@@ -153,7 +160,7 @@ def _names(text: str, name: str) -> bool:
 
 def id_of(name: str) -> str:
     """``name`` in a form that can be cited: on one line, without brackets."""
-    match = _CITED.fullmatch(name.rstrip())
+    match = _CITED.fullmatch(name.strip())
     return " ".join((match[1] if match else name).translate(str.maketrans("[]【】", "()()")).split())
 
 

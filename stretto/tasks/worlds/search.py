@@ -195,7 +195,7 @@ class SearchSession(Session):
         gold, opened = self._problem.payload, self.reader.opened
         found = find_answer(answer.text, self._args.format)
         text = bare(without_citations(found.text)).casefold()
-        cited = citations(spoken(answer.text))
+        cited = citations(spoken(answer.text), self.reader.corpus.documents)
         read = [self.reader.corpus.documents[each] for each in cited if each in opened]
         evidence = supporting(read, text) | (set(gold["documents"]) & set(opened))
         unsupported = [each for each in cited if each not in evidence]

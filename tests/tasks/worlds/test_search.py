@@ -71,6 +71,33 @@ def test_an_answer_without_its_documents_is_not_right() -> None:
     assert not score(f"Somebody [{first}] [{second}]").ok and not score(UNKNOWN).ok
 
 
+@pytest.mark.parametrize(
+    "cited",
+    [
+        "{} [{}], [{}]",
+        "{}, [{}]; [{}].",
+        "{} [{}, {}]",
+        "{} [{};{}]",
+        "{} [{}] and [{}]",
+        "{} ([{}], [{}])",
+        "{} ([{}, {}])",
+        "{} [[{}]] [[{}]]",
+        "{} [{}](bridge.md) [{}](http://a.b)",
+        "{} \\[{}\\] [{}]",
+        "{} **[{}]**, **[{}]**",
+        "{}\n[{}]\n[{}]",
+    ],
+)
+def test_the_typography_of_citations_is_ignored(cited: str) -> None:
+    asked = source(**TINY, unanswerable=0.0)
+    problem = next(each for each in map(asked.problem, range(40)) if len(each.payload["documents"]) == 2)
+    text = cited.format(problem.payload["answer"], *problem.payload["documents"])
+    turns = asked.demonstration(problem)
+    assert asked.score(problem, answered(problem, turns, f"<answer>{text}</answer>")).reward == 1.0
+    wrong = text.replace(problem.payload["documents"][0], "99")
+    assert not asked.score(problem, answered(problem, turns, f"<answer>{wrong}</answer>")).ok
+
+
 def test_citing_everything_is_not_right_and_each_needless_citation_costs() -> None:
     asked = source(**TINY, unanswerable=0.0, opens=12)
     problem = next(each for each in map(asked.problem, range(40)) if len(each.payload["documents"]) == 2)
@@ -247,3 +274,8 @@ def test_a_citation_supports_the_answer_or_a_step_to_it() -> None:
     assert supporting([first, other], "Vik") == set() == supporting([second], "")
     assert citations("Vik [2], as [1] and [2] say") == ("2", "1")
     assert citations("Vik 【2】【1】") == ("2", "1") and without_citations("Vik 【2】 [1]") == "Vik"
+    assert citations("Vik [a, b.md] [c; d]", {"a, b.md"}) == ("a, b.md", "c", "d")
+    assert without_citations("Vik [2], as [1] and [2] say") == "Vik, as say"
+    many = "(" + "\\[1\\](x)" * 400
+    assert without_citations(many) == "("  # in linear time
+    assert without_citations("(as in [1]) Vik (see Ens [2])") == "(as in) Vik (see Ens)"
