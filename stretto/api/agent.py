@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
@@ -47,7 +48,7 @@ from stretto.server.messages import CONTEXT_LENGTH
 from stretto.tasks.corpus import Corpus, Document, Reader, citations, read_documents, without_citations
 from stretto.tasks.math import as_number
 from stretto.tasks.session import arguments_of, use
-from stretto.tasks.task import AnswerFormat, Tool, bare, find_answer
+from stretto.tasks.task import AnswerFormat, Tool, bare, find_answer, spoken
 from stretto.tasks.tools import text_tool
 from stretto.tasks.worlds.search import RULES
 
@@ -63,6 +64,8 @@ _BUSY, _TRIES = (429, 503), 5
 _ABOUT_SIZE = "elastic: "
 """Beginning of the server's messages about the size that a request names."""
 _ANSWER_NOW = "The budget is used up. Answer now, with what you have."
+_SOURCES = re.compile(r"[\s*#•-]*(?:(?:sources?|references?)\b\W*(?:[:\[【]|$)|[\[【]|$)", re.IGNORECASE)
+"""Beginning of a line that lists sources, and an empty line."""
 _PLAN = "Before you use a tool, say in a few lines what has to be found, and in which order."
 
 
@@ -258,7 +261,7 @@ async def _call(
 
 def voted(runs: Sequence[Run]) -> tuple[Run, int]:
     """The first of the ``runs`` with the most frequent answer, and the number of runs with that answer. Empty answers do not count."""
-    votes = [_vote(run.text) for run in runs]
+    votes = [_vote(run) for run in runs]
     counts = Counter(vote for vote in votes if vote)
     if not counts:
         return runs[0], 0
@@ -266,9 +269,14 @@ def voted(runs: Sequence[Run]) -> tuple[Run, int]:
     return runs[votes.index(best)], counts[best]
 
 
-def _vote(text: str) -> str:
-    form: AnswerFormat = "boxed" if "\\boxed{" in text else "tags"
-    answer = bare(without_citations(find_answer(text, form).text)).casefold()
+def _vote(run: Run) -> str:
+    form: AnswerFormat = "boxed" if "\\boxed{" in run.text else "tags"
+    found = find_answer(run.text, form)
+    text = found.text
+    if run.num_opened is not None:  # there was a search tool, so brackets are citations
+        lines = [] if found.is_marked else reversed(spoken(run.text).splitlines())
+        text = without_citations(next((line for line in lines if not _SOURCES.match(line)), text))
+    answer = bare(text).casefold()
     number = as_number(answer)
     return answer if number is None else str(number)
 

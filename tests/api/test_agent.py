@@ -186,9 +186,31 @@ def test_another_refusal_than_that_of_a_full_context_is_shown() -> None:
 
 def test_the_most_frequent_answer_wins() -> None:
     texts = ["<answer>Ens</answer> [1]", "so\n<answer>vik.</answer> [2]", "", "It is here\nVik [1] [2]", "\\boxed{7.0}"]
-    runs = [Run(seed, (), text, Ending.ANSWER, ()) for seed, text in enumerate(texts)]
+    runs = [Run(seed, (), text, Ending.ANSWER, (), num_opened=2) for seed, text in enumerate(texts)]
     assert voted(runs) == (runs[1], 2)
     assert voted([runs[2], runs[0], runs[1]]) == (runs[0], 1) and voted([runs[2]]) == (runs[2], 0)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "It is here\nVik [1]\n[2]",
+        "Vik\n\nSources: [1]",
+        "**Vik** [1, 2]\n\n**Sources:**\n- [1] Ens\n- [2] Ada Holm\n",
+        "Vik ([1] and [2])\n\n## References\n[1]\n[2]",
+        "<answer>Vik [1], [2]</answer>\nSources: [1]",
+        "[1] Vik",
+    ],
+)
+def test_a_list_of_sources_is_no_vote(text: str) -> None:
+    runs = [Run(seed, (), each, Ending.ANSWER, (), num_opened=2) for seed, each in enumerate(("Vik", text))]
+    assert voted(runs) == (runs[0], 2)
+
+
+def test_brackets_are_a_vote_where_nothing_can_be_cited() -> None:
+    texts = ("Here it is:\n[2, 3]", "Here it is:\n[2, 5]", "[2, 5]")
+    runs = [Run(seed, (), text, Ending.ANSWER, ()) for seed, text in enumerate(texts)]
+    assert voted(runs) == (runs[1], 2)
 
 
 def test_the_page_holds_all_and_fetches_nothing(tmp_path: Path) -> None:
