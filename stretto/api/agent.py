@@ -226,12 +226,14 @@ def _turn(response: Mapping[str, Any], phase: Phase) -> tuple[Turn, dict[str, An
     """The turn in a chat API's response, its calls without results, and the message that repeats it in the next request."""
     message, usage = response["choices"][0]["message"], response.get("usage") or {}
     elastic, text, calls = usage.get("elastic") or {}, message.get("content") or "", message.get("tool_calls") or []
+    if not isinstance(text, str):
+        text = "".join(part.get("text") or "" for part in text)
     turn = Turn(
         phase=phase,
         size=str(elastic.get("subnet", "")),
         text=text,
         thought=message.get("reasoning_content") or "",
-        calls=tuple(Call(call["function"]["name"], arguments_of(call["function"]["arguments"])) for call in calls),
+        calls=tuple(Call(call["function"]["name"], arguments_of(call["function"].get("arguments"))) for call in calls),
         num_prompt=usage.get("prompt_tokens", 0),
         num_cached=(usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0),
         num_written=usage.get("completion_tokens", 0),
@@ -252,7 +254,9 @@ async def _call(
         result = await asyncio.to_thread(use, tools, call.name, call.arguments)
         seconds = time.perf_counter() - start
         finished.append(replace(call, result=result.text, outcome=result.outcome.value, seconds=seconds))
-        messages.append({"role": "tool", "tool_call_id": request["id"], "name": call.name, "content": result.text})
+        messages.append(
+            {"role": "tool", "tool_call_id": request.get("id", ""), "name": call.name, "content": result.text}
+        )
     return tuple(finished)
 
 
@@ -321,7 +325,7 @@ def agent_command(
                 f"--server {server}: no server answers ({type(error).__name__}); start it, or check the address"
             ) from None
         except ApiFailure as failure:
-            raise UserError(f"{name}: {failure.message}; see docs/AGENT.md") from None
+            raise UserError(f"{name}: the server refuses a request: {failure}; see Errors in docs/AGENT.md") from None
     chosen, num_agreed = voted(runs)
     console = wide_console()
     answer = escape(chosen.text.strip()) or f"[red]{NO_ANSWER[chosen.ended]}"
@@ -355,7 +359,7 @@ async def _runs(
     options: AgentOptions,
     serving: ServeOptions,
 ) -> list[Run]:
-    """All runs, concurrently."""
+    """All runs, concurrently. Runs in which a request fails are reported and left out, unless all fail."""
     async with endpoint(model, server, serving) as opened:
         with progress("agent") as advance:
 
@@ -371,7 +375,16 @@ async def _runs(
                     return run
                 return replace(run, sources=_sources(run, desk.reader), num_opened=len(desk.reader.opened))
 
-            return await asyncio.gather(*map(one, range(options.votes)))
+            ended = await asyncio.gather(*map(one, range(options.votes)), return_exceptions=True)
+    runs = [each for each in ended if isinstance(each, Run)]
+    failures = [each for each in ended if isinstance(each, BaseException)]
+    for failure in failures:
+        if not runs or not isinstance(failure, ApiFailure | httpx.TransportError):
+            raise failure
+    if failures:
+        reason = str(failures[0]) or type(failures[0]).__name__
+        say(f"{len(failures)} of {len(ended)} runs failed and have no vote: {reason}", style="yellow")
+    return runs
 
 
 @asynccontextmanager

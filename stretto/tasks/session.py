@@ -67,10 +67,12 @@ def use(tools: Sequence[Tool], name: str, arguments: Mapping[str, Any] | None) -
     return result if len(result.text) <= MOST_TEXT else replace(result, text=shorten(result.text, MOST_TEXT))
 
 
-def arguments_of(text: str) -> Mapping[str, Any] | None:
-    """The JSON object in ``text``, such as a call's arguments; None: not a JSON object."""
+def arguments_of(told: object) -> Mapping[str, Any] | None:
+    """The JSON object in a text, such as a call's arguments, or ``told`` itself if it is one; None: not a JSON object."""
+    if isinstance(told, dict):
+        return told
     try:
-        tree = json.loads(text)
+        tree = json.loads(told) if isinstance(told, str) else None
     except (ValueError, RecursionError):  # ValueError also for a number of thousands of digits
         return None
     return tree if isinstance(tree, dict) else None

@@ -130,6 +130,42 @@ def test_bad_calls_are_told_to_the_model() -> None:
     assert run.turns[1].calls[0].outcome == "wrong" and run.text == "none"
 
 
+def test_replies_of_other_servers_are_read() -> None:
+    """Arguments as an object, null or missing, a call without an id, and content in parts."""
+    replies: list[dict[str, Any]] = [call("open", "") for _ in range(4)]
+    functions = [reply["tool_calls"][0]["function"] for reply in replies]
+    functions[0]["arguments"], functions[1]["arguments"] = {"id": "1"}, None
+    del functions[2]["arguments"]
+    functions[3]["arguments"] = '{"id": "2"}'
+    del replies[3]["tool_calls"][0]["id"]
+    parts = [{"type": "text", "text": "Vik "}, {"type": "image_url"}, {"type": "text", "text": "[1]"}]
+    run, asked, desk = ran([*replies, {"content": parts}])
+    assert run.text == "Vik [1]" and desk.reader is not None and desk.reader.opened == ["1", "2"]
+    told = [message for message in asked[-1]["messages"] if message["role"] == "tool"]
+    assert [each["content"].startswith("error") for each in told] == [False, True, True, False]
+    assert [each["tool_call_id"] for each in told] == ["c1", "c1", "c1", ""]
+
+
+def test_runs_that_end_are_counted_where_others_fail(
+    stretto: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    failing = {1, 3}
+
+    async def answer(request: Request) -> JSONResponse:
+        if (await request.json())["seed"] in failing:
+            return JSONResponse({"error": {"message": "boom"}}, 500)
+        return JSONResponse({"choices": [{"message": {"role": "assistant", "content": "12"}}]})
+
+    monkeypatch.setattr(agent, "endpoint", lambda *_: answering(answer))
+    record = tmp_path / "run.json"
+    told = ("agent", "7?", "--model", tmp_path, "--votes", 5, "--temperature", 1, "-o", record)
+    done = stretto(*told)
+    assert done.code == 0 and "3 of 3 runs say so" in done.out and "2 of 5 runs failed" in done.out, done
+    assert "have no vote: 500: boom" in done.out and json.loads(record.read_text())["answer"] == "12"
+    failing |= {0, 2, 4}
+    refused(stretto(*told), "the server refuses a request: 500: boom")
+
+
 def test_a_small_size_searches_and_another_answers() -> None:
     draft = {"content": "Vik, I think"}
     run, asked, _ = ran([*SEARCHED[:2], draft, SEARCHED[2], draft, SEARCHED[3]], think="corner", answer="full")
