@@ -18,7 +18,7 @@ from stretto.base.trajectory import Outcome
 from stretto.sandbox.isolate import Sandbox
 from stretto.sandbox.outcome import ToolResult
 from stretto.sandbox.tools import TableTool, calculate, run_python
-from stretto.tasks.math import as_number
+from stretto.tasks.math import as_number, number_with_unit
 from stretto.tasks.session import calling
 from stretto.tasks.task import Answer, AnswerFormat, Problem, Score, TaskSource, Tool, bare, find_answer
 
@@ -81,7 +81,12 @@ class ToolsSource(TaskSource):
         found = find_answer(answer.text, self.args.format)
         gold = problem.payload["answer"]
         value = as_number(gold)
-        right = bare(found.text).casefold() == gold.casefold() if value is None else as_number(found.text) == value
+        text = found.text.rpartition("=")[2]
+        if value is None:
+            right = bare(found.text).casefold() == gold.casefold()
+        else:
+            number = number_with_unit(text) if found.is_marked else None
+            right = "%" not in text and value in (as_number(text), number)
         parts = {"marked": float(found.is_marked)}
         if answer.messages:
             parts["calls"] = float(sum(message.get("role") == "tool" for message in answer.messages))

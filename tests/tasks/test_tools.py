@@ -57,6 +57,29 @@ def test_typography_around_a_right_answer_is_ignored(source: ToolsSource) -> Non
         assert not source.score(problem, Answer(f"<answer>**{gold}1**</answer>")).ok
 
 
+def test_a_unit_and_the_calculation_may_stand_beside_a_right_number(source: ToolsSource) -> None:
+    for item in (0, 1, 2):
+        problem = source.problem(item)
+        gold = problem.payload["answer"]
+        assert gold.isdecimal()
+        for text in (
+            f"{gold} cities",
+            f"{int(gold):,} inhabitants",
+            f"1810 * 2 - 5 = {gold}",
+            f"a = **{gold} people**",
+        ):
+            assert source.score(problem, Answer(f"<answer>{text}</answer>")).ok, text
+        for text in (
+            f"{gold}%",
+            f"{gold} hundred",
+            f"{gold}1 cities",
+            f"{gold} = 1",
+            f"{gold} or {gold}",
+            f"{gold}\\%",
+        ):
+            assert not source.score(problem, Answer(f"<answer>{text}</answer>")).ok, text
+
+
 def test_the_same_problems_without_tools(source: ToolsSource) -> None:
     args = ToolsArgs(tools=("calculator",), digits=2)
     without = ToolsSource("w", args.replace(offered=False))
