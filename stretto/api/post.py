@@ -34,7 +34,7 @@ from stretto.api.train import (
 )
 from stretto.base.config import Settings, overriding, read_recipe, source_name, validate_options
 from stretto.base.errors import UserError, user_errors, user_errors_naming
-from stretto.base.paths import CHECKPOINT, checkpoint_folder, user_path
+from stretto.base.paths import CHECKPOINT, checkpoint_folder, require_apart, user_path
 from stretto.base.track import require_wandb, say
 from stretto.harness.suites import serving
 from stretto.learning.recipe import RlRecipe
@@ -193,7 +193,8 @@ def merge(
             kept), ``t`` (slerp: 0 is the first model, 1 the second), ``seed`` (dare).
 
     Raises:
-        UserError: different networks or tokenizers, no base where the method needs one, or ``out`` exists.
+        UserError: different networks or tokenizers, no base where the method needs one, or ``out`` exists or contains a
+            checkpoint that is read.
     """
     if not models:
         raise UserError("merge: no models; name at least two")
@@ -202,8 +203,10 @@ def merge(
     )
     folder = new_folder(models[0], "merge") if out is None else user_path(out, "out")
     require_new_checkpoint(folder, force)
-    origin = None if base is None else model_path(base)
-    return load(merge_checkpoints([model_path(model) for model in models], origin, folder, parsed))
+    parents, origin = [model_path(model) for model in models], None if base is None else model_path(base)
+    for source in (*parents, *([origin] if origin else [])):
+        require_apart(folder, checkpoint_folder(source))
+    return load(merge_checkpoints(parents, origin, folder, parsed))
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,6 +46,17 @@ def test_an_existing_result_is_replaced_only_by_force(tmp_path: Path, stretto: R
     assert (out / "model.safetensors").read_bytes() != before
 
 
+def test_a_checkpoint_that_is_read_is_never_replaced(tmp_path: Path, stretto: Run) -> None:
+    base, a, b = checkpoints(tmp_path, num=2, num_layers=2, hidden_size=16)
+    before = (base / "model.safetensors").read_bytes(), (a / "model.safetensors").read_bytes()
+    for out in (a, base):
+        refused(
+            stretto("merge", "task-arithmetic", a, b, "--base", base, "-o", out, "--force"),
+            f"{out}: contains the checkpoint that is read, which would be replaced; choose another folder",
+        )
+    assert ((base / "model.safetensors").read_bytes(), (a / "model.safetensors").read_bytes()) == before
+
+
 def test_merge_refuses(tmp_path: Path, stretto: Run) -> None:
     base, a = checkpoints(tmp_path, num=1, num_layers=2, hidden_size=16)
     arguments = (a, a, "--base", base, "-o", tmp_path / "out")
