@@ -32,9 +32,9 @@ from stretto.base.config import Config, differences
 from stretto.base.errors import UserError
 from stretto.base.paths import checkpoint_folder
 from stretto.base.records import Lineage, Meter, find_lineage, history, new_lineage
-from stretto.base.track import progress
+from stretto.base.track import progress, say
 from stretto.learning.recipe import DistillConfig
-from stretto.model.checkpoint import write_checkpoint
+from stretto.model.checkpoint import stores_integers, write_checkpoint
 from stretto.model.families import stored_tensors
 from stretto.model.parallel import device_name
 from stretto.model.spec import count
@@ -120,6 +120,10 @@ def merge(parents: Sequence[Path], base: Path | None, out: Path, options: MergeO
         first, meter = opened[origin], Meter("merge", device_name(torch.device("cpu")))
         for state in opened.values():
             _check_same(first, state)
+            if stores_integers(state.folder):
+                say(
+                    f"{state.folder}: its integer weights are dequantised for the merge; quantise the merged checkpoint again"
+                )
         lineages, counts = _lineages(opened), count(first.config, first.config.full())
         num_bytes = sum(file.stat().st_size for folder in opened for file in folder.glob("model*.safetensors"))
 

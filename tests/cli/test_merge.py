@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
+from stretto.model.checkpoint import stores_integers
 from tests.api.conftest import Run, refused
 from tests.post.siblings import checkpoints
 
@@ -55,6 +56,16 @@ def test_a_checkpoint_that_is_read_is_never_replaced(tmp_path: Path, stretto: Ru
             f"{out}: contains the checkpoint that is read, which would be replaced; choose another folder",
         )
     assert ((base / "model.safetensors").read_bytes(), (a / "model.safetensors").read_bytes()) == before
+
+
+def test_a_merge_of_integer_weights_says_that_its_weights_are_not_integers(tmp_path: Path, stretto: Run) -> None:
+    _, a, b = checkpoints(tmp_path, num=2, num_layers=2, hidden_size=16)
+    integers, out = tmp_path / "integers", tmp_path / "out"
+    assert stretto("quantise", a, "-o", integers, "--group", 16).code == 0
+    done = stretto("merge", "average", integers, b, "-o", out)
+    said = f"{integers}: its integer weights are dequantised for the merge; quantise the merged checkpoint again"
+    assert (done.code, (done.out + done.err).count("dequantised")) == (0, 1) and said in done.out + done.err
+    assert stores_integers(integers) and not stores_integers(out)
 
 
 def test_merge_refuses(tmp_path: Path, stretto: Run) -> None:
