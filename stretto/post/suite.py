@@ -92,7 +92,7 @@ class DomainResult:
     baselines: dict[str, Interval] = field(default_factory=dict)
     diversity: dict[str, Interval] = field(default_factory=dict)
     entropy: float | None = None
-    """Mean −log p of sampled tokens, nats."""
+    """Mean −log p of sampled tokens, nats; None: no token was sampled, or not measured."""
     flops: float = 0.0
     """Mean FLOPs of the forward passes of a sample, computed as `Cost.flops_per_token`."""
     num_off_format: int = 0
@@ -110,6 +110,7 @@ class Cost:
     flops_per_token: float
     """Forward FLOPs per token, computed from the shape and the samples' lengths."""
     num_prompt: int
+    """Number of prompt tokens of the samples with an answer."""
     num_sampled: int
     seconds: float
 
@@ -199,9 +200,11 @@ def _resolved(name: str, suite: SuiteConfig, options: EvalOptions, max_positions
 
 
 def _cost(counts: Counts, samples: Sequence[Sample]) -> Cost:
-    flops = _flops(counts, samples) / max(1, sum(sample.num_tokens for sample in samples))
-    sums = (sum(getattr(one, field) for one in samples) for field in ("num_prompt", "num_sampled", "seconds"))
-    return Cost(counts.total_params, counts.active_params, flops, *sums)
+    generated = [one for one in samples if one.is_generated]
+    flops = _flops(counts, generated) / max(1, sum(one.num_tokens for one in generated))
+    num_prompt, num_sampled = sum(one.num_prompt for one in generated), sum(one.num_sampled for one in generated)
+    seconds = sum(one.seconds for one in samples)
+    return Cost(counts.total_params, counts.active_params, flops, num_prompt, num_sampled, seconds)
 
 
 def _flops(counts: Counts, samples: Sequence[Sample]) -> float:
@@ -293,13 +296,14 @@ def _result(
     table = [every[at : at + num] for at in range(0, len(every), num)]
     groups = [[one for one in row if one is not None] for row in table]
     own = [one for group in groups for one in group]
+    generated = [one for one in own if one.is_generated]
     read = {(one.item, one.number): domain.source.read(domain.asked[one.item], one.text) for one in own}
     value_PS = np.array([[domain.value(one.outcome, one.reward) if one else math.nan for one in row] for row in table])
     votes_PS = [[_vote(read[one.item, one.number].text) if one else None for one in row] for row in table]
     ks = [] if domain.is_graded else [k for k in _KS if k < num] + [num]
     majorities = {k: majority_at_k(value_PS, votes_PS, k, options.seed) for k in ks if k > 2}
-    texts = [[one.text for one in group] for group in groups if len(group) > 1]
-    kinds = [diversity(each, similarity_NN(each, "characters"), SAME_AT) for each in texts]
+    texts = [[one.text for one in group if one.is_generated] for group in groups]
+    kinds = [diversity(each, similarity_NN(each, "characters"), SAME_AT) for each in texts if len(each) > 1]
     measures = {measure: [each[measure] for each in kinds] for measure in MEASURES}
     return DomainResult(
         **scored(name, value_PS, ks, options.seed),
@@ -309,12 +313,12 @@ def _result(
         majority_at={k: mean_interval({name: shares_P}, options.seed) for k, shares_P in majorities.items()},
         baselines={kind: mean_interval({name: each_P}, options.seed) for kind, each_P in domain.baselines.items()},
         diversity={key: student_interval(each) for key, each in measures.items() if not np.isnan(each).all()},
-        entropy=float(np.mean([one.entropy for one in own])),
+        entropy=float(np.mean([one.entropy for one in generated])) if generated else None,
         num_tokens=float(np.mean([one.num_sampled for one in own])),
         finishes=dict(Counter(one.finish for one in own)),
         num_infra=len(domain.failures),
-        flops=_flops(counts, own) / max(1, len(own)),
-        num_off_format=sum(not each.is_marked for each in read.values()),
+        flops=_flops(counts, generated) / max(1, len(own)),
+        num_off_format=sum(not read[one.item, one.number].is_marked for one in generated),
         places=_places(domain, own, read),
     )
 

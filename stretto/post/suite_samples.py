@@ -89,6 +89,11 @@ class Sample(msgspec.Struct, frozen=True, omit_defaults=True):
         return [spoken(turn) for turn in self.turns or (self.text,)]
 
     @property
+    def is_generated(self) -> bool:
+        """Whether the network generated an answer; it does not if the prompt is longer than its context."""
+        return self.num_sampled > 0
+
+    @property
     def num_tokens(self) -> int:
         return self.num_prompt + self.num_sampled + self.num_between
 

@@ -42,7 +42,10 @@ def score_table(found: Evaluation) -> Table:
         found_best = strongest_baseline(result)
         cells.append(share_cell(found_best[1], found_best[0]) if found_best else NOTHING)
         cells.append(Cell(f"{result.num_infra}", result.num_infra))
-        rows.append((Cell(name, note="mean reward" if result.is_graded else ""), *cells))
+        num_long = result.finishes.get("prompt", 0)
+        long = f"{counted(num_long, 'sample')} with score 0: the prompt is longer than the network's context"
+        notes = ["mean reward"] * result.is_graded + [long] * bool(num_long)
+        rows.append((Cell(name, note=", ".join(notes)), *cells))
     columns = ("Domain", "Score", *several, "Trivial baseline", "Infra errors")
     best = [each[1].value for result in found.domains.values() if (each := strongest_baseline(result))]
     mean = float(np.mean(best)) if best and len(best) == len(rows) else None
@@ -74,7 +77,7 @@ def asked_table(found: Evaluation) -> Table:
     columns = ("Domain", "Prompt", "Problems", "Samples", "Temperature", "Off-format", "Tokens", "FLOPs")
     note = (
         "Samples: per problem. Off-format: answers, correct or not, without the marker that the prompt asks for; their last line is scored. "
-        "Tokens: per answer. FLOPs: per sample. Prompts of Stretto's own suites are 0-shot."
+        "Tokens and FLOPs: per sample. Prompts of Stretto's own suites are 0-shot."
     )
     for name, suite in found.asked["suites"].items():
         if "sample_s" in suite:
@@ -158,7 +161,10 @@ def answers_table(found: Evaluation) -> Table:
         measured = measures_of(result)
         ends = ", ".join(f"{why} {num}" for why, num in sorted(result.finishes.items()))
         rows.append((Cell(name), *(number_cell(measured.get(each)) for each in MEASURE_NAMES), Cell(ends)))
-    note = "Diversity of the answers to one problem; similarity by character trigrams."
+    note = (
+        "Diversity of the answers to one problem; similarity by character trigrams. Finish reason prompt: no answer, because the prompt is "
+        "longer than the network's context."
+    )
     return Table("Answers", ("Domain", *MEASURE_NAMES.values(), "Finish reasons"), tuple(rows), (), note)
 
 

@@ -411,8 +411,27 @@ def test_further_turns_are_the_agents(model: Path, own: str, tmp_path: Path) -> 
 
 def test_what_the_network_cannot_read_it_does_not_solve(model: Path, own: str, tmp_path: Path) -> None:
     found = run(model, suite(own, long=39), tmp_path / "out", limit=2)
-    assert found.domains["even"].finishes["prompt"] == 3
-    assert found.domains["even"].values[1] == 0
+    even, answered = found.domains["even"], [one for one in read(tmp_path / "out").values() if one.num_sampled]
+    assert even.finishes["prompt"] == len(answered) == 3
+    assert even.values[1] == 0
+    # only generated answers have a cost and measures
+    assert found.cost.num_prompt == sum(one.num_prompt for one in answered)
+    num_tokens = [one.num_prompt + one.num_sampled for one in answered]
+    assert even.flops == pytest.approx(found.cost.flops_per_token * sum(num_tokens) / 6)
+    assert even.entropy == pytest.approx(np.mean([one.entropy for one in answered]))
+    assert even.num_off_format == 0  # `Own` asks for no marker
+
+
+def test_of_prompts_that_do_not_fit_nothing_is_measured(model: Path, tmp_path: Path) -> None:
+    lines = [{"question": "the cat sat " * 200, "options": ["b", "d"], "answer": 0}] * 2
+    (tmp_path / "q.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    args = {"path": str(tmp_path / "q.jsonl"), "format": "plain"}
+    suites = {"mcq": SuiteConfig(sources={"mcq": {"kind": "choice", "args": args}}, problems=2, max_tokens=1)}
+    found = run(model, suites, tmp_path / "out", samples=3)
+    result, cost = found.domains["mcq"], found.cost
+    assert result.finishes == {"prompt": sum(result.finishes.values())}
+    assert (result.entropy, result.flops, result.num_off_format, result.diversity) == (None, 0.0, 0, {})
+    assert (cost.num_prompt, cost.flops_per_token) == (0, 0.0)
 
 
 def test_what_is_better_or_worse_has_no_pass_at_k(model: Path, tmp_path: Path) -> None:

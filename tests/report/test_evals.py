@@ -123,6 +123,14 @@ def test_the_table_states_temperature_samples_and_prompt_format() -> None:
     assert limits in asked_table(evaluation("tiny", START, sample_s=3600)).note
 
 
+def test_the_table_says_of_how_many_samples_the_prompt_did_not_fit() -> None:
+    found = evaluation("tiny", START)
+    long = replace(found.domains["words"], finishes={"prompt": 2, "stop": 2})
+    found = replace(found, domains={**found.domains, "words": long})
+    notes = [row[0].note for row in score_table(found).rows]
+    assert notes == ["", "2 samples with score 0: the prompt is longer than the network's context"]
+
+
 @pytest.mark.slow
 def test_each_stage_is_compared_with_the_stage_before_and_losses_are_said() -> None:
     scores = {"sft": START, "distill": BETTER, "online": {**BETTER, "sums": [0.25, 0.75, 0.5, 0.75] * 5}}
