@@ -220,8 +220,12 @@ def test_a_latency_table_that_predicts_badly_is_to_be_measured_again(
     served_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     made = measure(read_checkpoint(served_run / CHECKPOINT).model, [2, 8], [1, 2], time_fn=lambda *_: 0.01)
+    decode = made.timings[0]
+    prefill = decode.replace(
+        workload=decode.workload.replace(phase="prefill"), held_out_error=3.16
+    )  # no search uses it
     for error, is_bad in ((0.51, True), (0.49, False)):
-        table = made.replace(timings=tuple(timing.replace(held_out_error=error) for timing in made.timings))
+        table = made.replace(timings=(decode.replace(held_out_error=error), prefill))
         monkeypatch.setattr(stages, "measure", lambda *_, table=table: table)
         run = shutil.copytree(served_run, tmp_path / str(error))
         assert stages.latency(run, device="cpu") == table and (run / "latency.json").exists()
