@@ -345,9 +345,13 @@ def latency(model: ModelLike, *, device: str = "auto") -> LatencyTable:
     """Measure this machine's latency table for ``model`` and keep it in the folder of ``model``, for limits in milliseconds in `search`.
 
     Raises:
-        UserError: ``model`` is neither a run nor a checkpoint.
+        UserError: ``model`` is neither a run nor a checkpoint, or its weights are integers: a table holds the times of float weights.
     """
     run = model_path(model)
+    if stores_integers(folder := checkpoint_folder(run)):
+        raise UserError(
+            f"{folder}: its weights are integers, and latency tables are of float weights; measure the checkpoint that it was made from"
+        )
     checkpoint = load_checkpoint(run, join(device))
     network, space = checkpoint.model, SearchSpace.of(checkpoint.model.config)
     presets = named_subnets(checkpoint.config, checkpoint.presets).values()

@@ -174,6 +174,8 @@ def test_refusals(stretto: Run, served_run: Path, recipe: Path, text: Path, tmp_
     again = ("its weights are integers already",)
     refused(stretto("quantise", out, "-o", tmp_path / "again", "--group", 16), *again)
     refused(stretto("quantise", served_run, "-o", out, "--group", 16), "--force")
+    refused(stretto("latency", out), f"{out}: its weights are integers", "measure the checkpoint that it was made from")
+    assert not (out / "latency.json").exists()
     trained = ("integer weights cannot be trained", str(out))
     run = tmp_path / "run"
     refused(stretto("pretrain", recipe, "--from", out, "--data", text, "--out", run), *trained)
