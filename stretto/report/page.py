@@ -61,9 +61,9 @@ def in_columns(rows: Rows, *forms: Callable[[list[float]], list[str]] | None) ->
     return tuple(zip(*columns, strict=True))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Table:
-    """A table as data, for the console and the page."""
+    """A table as data, for the console, a notebook and the page."""
 
     title: str
     columns: tuple[str, ...]
@@ -155,6 +155,8 @@ class Table:
         )
         caption = f"<caption>{escape(self.title)}</caption>" if self.title else ""
         return f"<table>{caption}<thead><tr>{heads}</tr></thead><tbody>{rows}</tbody></table>{_small(self.note)}"
+
+    __repr__, _repr_html_ = text, html
 
 
 class Tabled(ABC):

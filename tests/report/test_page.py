@@ -31,6 +31,11 @@ def test_no_line_is_wider_than_the_console_and_no_number_is_broken(width: int) -
             assert all(row[place].text in text for row in ROWS), f"{column} at {width} columns:\n{text}"
 
 
+def test_python_and_notebooks_show_the_table() -> None:
+    assert repr(TABLE) == TABLE.text() and "Healed" in repr(TABLE) and "Cell(" not in repr(TABLE)
+    assert TABLE._repr_html_() == TABLE.html()
+
+
 def test_the_optional_column_is_left_out_first_and_named() -> None:
     assert "KV" in shown(80) and "Omitted" not in shown(80)
     narrow = " ".join(shown(50).split())
