@@ -148,7 +148,7 @@ class Search(Tabled):
         found = sorted(self.result.candidates, key=lambda each: (not each.fits(limits), each.nll or 0.0))
         rows = tuple(
             (
-                Cell(("* " if each.subnet == chosen else "") + (each.name or each.subnet.label())),
+                Cell(("* " if each.subnet == chosen else "") + (each.name or self.result.label(each.subnet))),
                 Cell(f"{each.total_share:.1%}", each.total_share),
                 Cell(f"{each.active_share:.1%}", each.active_share),
                 Cell("–" if each.latency_ms is None else f"{each.latency_ms:.3g}", each.latency_ms),
@@ -159,7 +159,12 @@ class Search(Tabled):
             for each in found
         )
         columns = ("sub-network", "total", "active", "ms/step", "loss", "healed", "fits")
-        return Table("", columns, rows, note="* chosen; loss in nats per token on held-out text")
+        return Table(
+            "",
+            columns,
+            rows,
+            note="* chosen; layers in brackets are dropped, counted from 0; loss in nats per token on held-out text",
+        )
 
     def plot(self) -> Plot:
         """Figure of loss over size: every candidate, the limits, and the chosen sub-network."""

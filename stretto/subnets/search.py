@@ -90,10 +90,17 @@ class SearchResult(Config):
     correlations: Correlations
     wall_s: float
 
+    def label(self, subnet: Subnet) -> str:
+        """`Subnet.label`; after a search over any layers, with the numbers of the dropped ones: ``5 layers (without 3), …``."""
+        layers, comma, widths = subnet.label().partition(",")
+        dropped = sorted(set(self.candidates[0].subnet.layers) - set(subnet.layers))
+        without = f" (without {', '.join(map(str, dropped))})" if dropped and self.space.layers == "free" else ""
+        return f"{layers}{without}{comma}{widths}"
+
     def summary(self) -> list[str]:
         """Lines for a console."""
         best = self.chosen
-        parts = [best.subnet.label(), f"total {best.total_share:.1%}", f"active {best.active_share:.1%}"]
+        parts = [self.label(best.subnet), f"total {best.total_share:.1%}", f"active {best.active_share:.1%}"]
         if best.latency_ms is not None:
             parts.append(f"{best.latency_ms:.3g} ms a step")
         assert best.nll is not None

@@ -201,6 +201,18 @@ def test_search_drops_the_dead_layer_although_the_nested_order_would_drop_anothe
     found = search(model, batches, without_one, space=space, options=FAST)
     assert found.chosen.subnet.layers == tuple(layer for layer in range(7) if layer != dead)
     assert found.chosen.nll == pytest.approx(found.sensitivities.full_nll, abs=1e-9)
+    assert found.summary()[0].startswith(f"chosen: 6 layers (without {dead}), 6 experts, top-3, total ")
+    nested = found.replace(space=space.replace(layers="nested"))
+    assert nested.summary()[0].startswith("chosen: 6 layers, 6 experts, top-3, total ")
+
+
+def test_sizes_that_drop_different_layers_have_different_labels(make_model, batches):
+    result = search(make_model(num_layers=7), batches, Limits(max_total=0.65), options=FAST)
+    sizes = {
+        (each.subnet.layers, each.subnet.experts[0], each.subnet.top_k[0]): result.label(each.subnet)
+        for each in result.candidates
+    }
+    assert len(set(sizes.values())) == len(sizes) > len({candidate.subnet.label() for candidate in result.candidates})
 
 
 def test_the_chosen_is_within_every_limit_and_best_of_those_evaluated(make_model, batches):
