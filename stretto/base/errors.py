@@ -78,7 +78,7 @@ _OPTION = re.compile(r"`[^`]*`|(?P<word>\w )?(?<![\w-])--(?P<option>[a-z][a-z-]*
 
 def _with_arguments(message: str, defaults: Mapping[str, object], renamed: Mapping[str, str]) -> str:
     """``message`` with the arguments of a Python function, which have these defaults, in place of options: "out: is a file" for "--out: is a
-    file", "add argument lora 16" for "add --lora 16". Commands in backticks stay."""
+    file", "add `lora` 16" for "add --lora 16". Commands in backticks stay."""
 
     def argument(found: re.Match[str]) -> str:
         option = (found["option"] or "").replace("-", "_")
@@ -89,7 +89,7 @@ def _with_arguments(message: str, defaults: Mapping[str, object], renamed: Mappi
         word = found["word"] or ""
         if defaults[name] is False:
             return f"{word}{name}=True"
-        return f"{word}argument {name}" if word else name
+        return f"{word}`{name}`" if word else name
 
     return _OPTION.sub(argument, message)
 

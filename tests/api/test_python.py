@@ -216,7 +216,7 @@ def test_a_missing_tracker_is_found_before_anything_is_written(
         "rl": lambda out: stretto.rl("rl_gym", served_run, out, wandb="x"),
         "sft": lambda out: stretto.sft("sft", served_run, tmp_path / "a.txt", out, wandb="x"),
     }
-    with pytest.raises(UserError, match=r"^wandb x: W&B is not installed; .*, or leave argument wandb out$"):
+    with pytest.raises(UserError, match=r"^wandb x: W&B is not installed; .*, or leave `wandb` out$"):
         asked[stage](tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
@@ -267,12 +267,12 @@ def test_a_model_continues_after_a_request_that_fails(served_run: Path) -> None:
         (lambda model: model.generate("a", subnet="crner"), "^subnet crner: unknown preset"),
         (lambda model: stretto.extract(model, "half", model.source / "run.json"), "replace it with force=True$"),
         (lambda model: stretto.search(model, max_total=2, options=None), "^max_total 2: not a share"),
-        (lambda model: stretto.evaluate(model, "gym", "o", samples=3, temperature=0.0), "leave argument samples out"),
+        (lambda model: stretto.evaluate(model, "gym", "o", samples=3, temperature=0.0), "leave `samples` out"),
         (lambda model: stretto.run("pipeline", model, "o", first="online"), "^first online: no such stage"),
         (lambda model: stretto.run("pipeline", model, "o", price=2), "only the plan of dry_run=True uses it"),
         (
             lambda model: stretto.tokenize(model.source / "run.json", model.source),
-            "another output folder with argument out$",
+            "another output folder with `out`$",
         ),
     ],
 )
@@ -317,7 +317,7 @@ def test_from_text_to_a_small_model(tmp_path: Path, text: Path) -> None:
     assert healed.folder == tmp_path / "run-extract-heal"
     again = stretto.heal(small, text, healed.folder, recipe=tomllib.loads(HEALING), device="cpu", force=True)
     assert again.folder == healed.folder
-    with pytest.raises(UserError, match=r"^val: needs argument data"):
+    with pytest.raises(UserError, match=r"^val: needs `data`"):
         stretto.search(made, max_total=0.95, val=str(text), device="cpu")
     steps = [row["step"] for row in read_metrics(tmp_path / "run-extract-heal.run") if "loss/full" in row]
     assert steps[0] == 0 < steps[-1], "the loss before the first step is logged too"
@@ -462,9 +462,7 @@ def test_a_suite_may_be_a_mapping_with_a_class(served_run: Path, tmp_path: Path)
     assert isinstance(found, Evaluated) and list(found.scores) == ["ones"]
     assert found.result.asked["suites"]["mine"]["sources"]["ones"]["kind"] == f"{__name__}:Ones"
     more = {"mine": suites["mine"] | {"problems": 3}}
-    with pytest.raises(
-        UserError, match=r"mine\.problems \(limit\): was 2 .*, or choose another folder with argument out$"
-    ):
+    with pytest.raises(UserError, match=r"mine\.problems \(limit\): was 2 .*, or choose another folder with `out`$"):
         stretto.evaluate(served_run, more, tmp_path / "one", samples=1, device="cpu")
     both = stretto.compare([tmp_path / "one", served_run], tmp_path / "both", suites=suites, samples=1, device="cpu")
     assert both.result.models == ["tiny", "tiny"]

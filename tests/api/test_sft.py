@@ -222,7 +222,7 @@ def test_adapters_are_trained_merged_and_kept(base: Path, data: Path, tmp_path: 
     again = run(base, data, tmp_path / "again", "train.steps=1", "optim.lr=1e-30", adapter=kept)
     found = load_file(again / "model.safetensors")
     assert all(torch.equal(found[name], after[name]) for name in after)
-    with pytest.raises(UserError, match=r"^keep_adapter=True: no adapters are trained; add argument lora 16"):
+    with pytest.raises(UserError, match=r"^keep_adapter=True: no adapters are trained; add `lora` 16"):
         run(base, data, tmp_path / "other", keep_adapter=True)
 
 

@@ -204,7 +204,7 @@ def test_elasticizing_has_no_layouts_to_sweep(tmp_path: Path) -> None:
 
 
 def test_the_network_of_an_rl_recipe_must_be_known() -> None:
-    with pytest.raises(UserError, match=r"name a run or checkpoint with argument model$"):
+    with pytest.raises(UserError, match=r"name a run or checkpoint with `model`$"):
         stretto.plan("service_smol", "8xH100")
 
 
