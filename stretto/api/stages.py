@@ -359,9 +359,11 @@ def latency(model: ModelLike, *, device: str = "auto") -> LatencyTable:
     experts, top_ks = sorted({fewest, *_ends(space.experts)}), _ends(space.top_k)
     table = measure(network, experts, top_ks, usual_workloads(network.config))
     write_table(run / LATENCY_FILE, table)
-    say(f"{run / LATENCY_FILE}: {table.num_samples} samples on {table.machine.device}, {table.num_disturbed} disturbed")
+    say(
+        f"{run / LATENCY_FILE}: {table.num_samples} measurements on {table.machine.device}; other processes disturbed {table.num_disturbed}"
+    )
     if table.num_uncertain:
-        say(f"{table.num_uncertain} times were disturbed in every attempt; measure again when the machine is less busy")
+        say(f"{table.num_uncertain} networks have no undisturbed measurement; measure again when the machine is less busy")
     for timing in table.timings:
         full_ms = table.predict_ms(network.config.full(), timing.workload)
         say(
