@@ -363,7 +363,9 @@ def latency(model: ModelLike, *, device: str = "auto") -> LatencyTable:
         f"{run / LATENCY_FILE}: {table.num_samples} measurements on {table.machine.device}; other processes disturbed {table.num_disturbed}"
     )
     if table.num_uncertain:
-        say(f"{table.num_uncertain} networks have no undisturbed measurement; measure again when the machine is less busy")
+        say(
+            f"{table.num_uncertain} networks have no undisturbed measurement; measure again when the machine is less busy"
+        )
     for timing in table.timings:
         full_ms = table.predict_ms(network.config.full(), timing.workload)
         say(

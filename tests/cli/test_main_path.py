@@ -28,7 +28,7 @@ def test_from_text_to_a_checkpoint_that_transformers_loads(
         return result.out
 
     ok("pretrain", recipe, "--data", text, "--out", run)
-    assert "samples on" in ok("latency", run)
+    assert "measurements on" in ok("latency", run)
     found = ok("search", run, "--max-total", 0.75, "--max-active", 0.9)
     assert "chosen:" in found
     assert "rank correlation" in found
