@@ -1,8 +1,8 @@
 """Workbooks as cells: reading, editing, writing, and recomputation by LibreOffice or IronCalc.
 
 A workbook that no office suite has saved holds no values for its formulas. They are computed by a process of the engine, many workbooks at a
-time; a formula that crashes it or never ends does not affect this process. Files with macros or links to other files are refused, and a
-formula may only call `FUNCTIONS` and refer to its own workbook.
+time, under limits of memory, output and processor time. A formula that exceeds a limit is an error of its own workbook only. Files with
+macros or links to other files are refused, and a formula may only call `FUNCTIONS` and refer to its own workbook.
 """
 
 from __future__ import annotations
@@ -17,14 +17,18 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, Final, Literal
+
+import psutil
 
 from stretto.base.errors import UserError
 
@@ -45,11 +49,14 @@ _MAX_TEXT, _MAX_NUMBER = 32_767, 1e300
 _MAX_ROWS: Final = 20_000
 """Largest number of rows of a range in a formula, except for whole columns: engines visit each cell."""
 _MAX_BYTES: Final = 64 << 20
-"""Largest unpacked file."""
+"""Largest unpacked file, and largest file that the engine may write."""
+_MEMORY: Final = 2 << 30
+"""Limit of the engine's address space, bytes. LibreOffice 7.4 starts with 0.5 GB."""
 _BATCH: Final = 64
 """Largest number of workbooks per process of the engine, so that no caller waits long for the workbooks of others."""
-_START_S, _EACH_S = 60.0, 2.0
-"""Time limit of a process, seconds: for its start, on a busy machine, and for each workbook."""
+_RESULT_S, _EACH_S = 60.0, 5.0
+"""Limits of a process of the engine: seconds until its first and each further result, and processor seconds per workbook. A busy machine
+makes no workbook late. On one core of 2026, LibreOffice takes 2 processor seconds for 220,000 cells, IronCalc 0.7."""
 # fmt: off
 FUNCTIONS: Final = frozenset("""ABS AND AVERAGE AVERAGEA AVERAGEIF AVERAGEIFS CEILING CHAR CHOOSE CLEAN CODE COLUMN COLUMNS
 CONCAT CONCATENATE COUNT COUNTA COUNTBLANK COUNTIF COUNTIFS DATE DATEDIF DATEVALUE DAY DAYS EDATE EOMONTH EVEN EXACT EXP FALSE FIND
@@ -73,12 +80,21 @@ _HARMFUL: Final = (
       for part in ("externallinks/", "connections.xml", "embeddings/", "activex/", "querytables/")),
 )  # fmt: skip
 """Parts of file names that a refused workbook has, and the message."""
-_IRONCALC = """
-import json, sys, ironcalc
+_LIMITS = f"""
+import os, resource, sys
+for kind, limit in ((resource.RLIMIT_AS, {_MEMORY}), (resource.RLIMIT_FSIZE, {_MAX_BYTES}), (resource.RLIMIT_CORE, 0)):
+    resource.setrlimit(kind, (limit, limit))
+"""
+_OFFICE = f"{_LIMITS}os.execv(sys.argv[1], sys.argv[1:])"
+_IRONCALC = f"""{_LIMITS}
+import json, ironcalc
+def value_of(place):
+    value = model.get_cell_value(*place)
+    return "#VALUE!" if isinstance(value, str) and len(value) > {_MAX_TEXT} else value
 for path in sys.argv[1:]:
     model = ironcalc.load_from_xlsx(path, "en", "UTC", "en")
     model.evaluate()
-    cells = [[*place, model.get_cell_value(*place)] for place in model.get_all_cells()]
+    cells = [[*place, value_of(place)] for place in model.get_all_cells()]
     with open(path + ".json", "w") as file:
         json.dump(cells, file)
 """
@@ -110,6 +126,9 @@ class Book:
         """Last row and last column that are not blank."""
         places = [place for place in self.cells if place[0] == sheet]
         return max((row for _, row, _ in places), default=1), max((column for *_, column in places), default=1)
+
+
+_FIRST: Final = Book(("Sheet",), {("Sheet", 1, 1): "=6*7"})
 
 
 def is_formula(value: Value | None) -> bool:
@@ -273,6 +292,8 @@ class Recalculator:
         self.name: EngineName = "libreoffice" if self._office else "ironcalc"
         self._guard, self._running = threading.Lock(), threading.Lock()
         self._waiting: list[tuple[Book, Future[Cells | None]]] = []
+        self._failed: set[int] = set()
+        """Hashes of workbooks on which the engine failed. They are not computed again: callers repeat requests that came too late."""
         self.num_processes = 0
         """Number of engine processes started so far."""
 
@@ -295,28 +316,30 @@ class Recalculator:
                 with self._guard:
                     batch, self._waiting = self._waiting[:_BATCH], self._waiting[_BATCH:]
                 try:
-                    for (_, future), found in zip(batch, self._computed([book for book, _ in batch]), strict=True):
-                        future.set_result(found)
+                    found = self._computed([book for book, _ in batch])
                 except Exception as error:
                     for _, future in batch:
                         future.set_exception(error)
+                    continue
+                for (_, future), cells in zip(batch, found, strict=False):
+                    future.set_result(cells)
+                with self._guard:
+                    self._waiting = batch[len(found) :] + self._waiting
         return [future.result() for _, future in requests]
 
-    def _computed(self, books: Sequence[Book]) -> list[Cells | None]:
-        found: list[Cells | None] = []
-        while len(found) < len(books):
-            results = self._run(books[len(found) :])
-            found += results
-            if not results:  # the engine failed on the first book, or on every book
-                place = ("Sheet", 1, 1)
-                if not any(cells.get(place) == 42 for cells in self._run([Book(("Sheet",), {place: "=6*7"})])):
-                    raise RuntimeError(f"{self.name} does not compute 6*7")
-                found.append(None)
+    def _computed(self, books: Sequence[Book]) -> Sequence[Cells | None]:
+        """Values of the first books, at least of one, from one process; None: the engine failed on the book."""
+        hashes = [hash(frozenset(book.cells.items())) for book in books]
+        num = len(list(takewhile(lambda each: each not in self._failed, hashes)))
+        found = (self._run(books[:num]) if num else []) or [None]
+        self._failed.update(each for each, cells in zip(hashes, found, strict=False) if cells is None)
         return found
 
-    def _run(self, books: Sequence[Book]) -> list[Cells]:
-        """Values of the first books from one process; all of them unless the process ended early."""
+    def _run(self, books: Sequence[Book]) -> list[Cells | None]:
+        """Values of the first books from one process; all of them unless the process ended early. None: it was killed because this book took
+        too much processor time. Raises `RuntimeError`: the engine does not compute anything."""
         self.num_processes += 1
+        books = [_FIRST, *books]  # its result shows that the engine has started
         with tempfile.TemporaryDirectory(prefix="stretto-sheets-") as folder:
             root = Path(folder)
             files: list[Path] = []
@@ -324,32 +347,56 @@ class Recalculator:
                 for number, book in enumerate(books):
                     write_book(book, root / f"{number}.xlsx")
                     files.append(root / f"{number}.xlsx")
-            command = [sys.executable, "-P", "-c", _IRONCALC]
+            command, results = [sys.executable, "-P", "-c", _IRONCALC], "*.json"
             if self._office is not None:
                 profile = f"-env:UserInstallation={(root / 'profile').as_uri()}"  # two processes cannot share a profile
-                command = [self._office, profile, "--headless", "--convert-to", "xlsx", "--outdir", str(root / "out")]
-            _wait([*command, *map(str, files)], _START_S + _EACH_S * len(books))
-            found: list[Cells] = []
+                options = ["--headless", "--convert-to", "xlsx", "--outdir", str(root / "out")]
+                command, results = [sys.executable, "-P", "-c", _OFFICE, self._office, profile, *options], "out/*.xlsx"
+            is_late = _is_late([*command, *map(str, files)], lambda: sum(1 for _ in root.glob(results)))
+            found: list[Cells | None] = []
             with suppress(OSError, UserError, ValueError):  # a result that is missing or incomplete
                 for book, file in zip(books, files, strict=False):
                     found.append(self._result(book, file))
-            return found
+            if not found or (found[0] or {}).get(("Sheet", 1, 1)) != 42:
+                raise RuntimeError(f"{self.name} does not compute 6*7")
+            return [*found[1:], *[None] * is_late][: len(books) - 1]
 
     def _result(self, book: Book, file: Path) -> Cells:
         if self._office:
-            return read_book(file.parent / "out" / file.name, values=True).cells
+            found = read_book(file.parent / "out" / file.name, values=True).cells
+            is_long = {at for at, value in found.items() if isinstance(value, str) and len(value) > _MAX_TEXT}
+            return {**found, **dict.fromkeys(is_long, "#VALUE!")}
         cells = json.loads(file.with_suffix(".xlsx.json").read_text(encoding="utf-8"))
         return {(book.sheets[sheet], row, column): value for sheet, row, column, value in cells}
 
 
-def _wait(command: Sequence[str], limit_s: float) -> None:
-    """Run ``command`` for at most ``limit_s`` seconds, then kill all processes that it started."""
+def _is_late(command: Sequence[str], num_results: Callable[[], int]) -> bool:
+    """Run an engine to its end or to a limit, then kill all processes that it started. Whether a workbook after the first took more than
+    `_EACH_S` processor seconds."""
     null = subprocess.DEVNULL
     process = subprocess.Popen(command, stdin=null, stdout=null, stderr=null, start_new_session=True)
+    num, since_s, used_s = 0, time.monotonic(), 0.0
     try:
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(limit_s)
+        while time.monotonic() - since_s < _RESULT_S:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(0.1)
+                return False
+            now_s = _processor_s(process.pid)
+            if (new := num_results()) > num:
+                num, since_s, used_s = new, time.monotonic(), now_s
+            elif num and now_s - used_s > _EACH_S:
+                return True
+        return False
     finally:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+
+
+def _processor_s(pid: int) -> float:
+    """Processor seconds of a process and its descendants."""
+    used_s = 0.0
+    with suppress(psutil.NoSuchProcess):
+        for each in (first := psutil.Process(pid), *first.children(recursive=True)):
+            used_s += sum(each.cpu_times()[:4])  # its own, and of descendants that have ended
+    return used_s

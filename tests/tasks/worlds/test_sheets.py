@@ -160,6 +160,43 @@ def test_a_workbook_that_ends_the_engine_costs_the_others_nothing() -> None:
     assert found[1] is None and found[0] and found[0] == found[2] and found[0]["Data", 3, 1] == 3
 
 
+def computed(formula: str, area: str = "C1") -> Book:
+    return filled(DATA, workbook.area_of(DATA, area), formula)
+
+
+def test_a_text_longer_than_a_cell_holds_is_an_error_value() -> None:
+    """A formula of 49 characters once made a text of 900 MB, which this process read."""
+    lengths = ["=A1+1", '=SUBSTITUTE(REPT("x",300),"x",REPT("y",300))', '=REPT("x",32767)']
+    found = Recalculator("ironcalc", "x").values([computed(formula) for formula in lengths])
+    assert [cells and cells["Data", 1, 3] for cells in found] == [3, "#VALUE!", "x" * 32_767]
+
+
+def test_a_formula_that_takes_too_much_memory_is_an_error_of_its_workbook(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workbook, "_IRONCALC", workbook._IRONCALC.replace(f"{2 << 30}", f"{256 << 20}"))
+    large = computed("=SUMPRODUCT((A1:A4000)*TRANSPOSE(A1:A4000))")  # 500 MB
+    found = Recalculator("ironcalc", "x").values([large, computed("=A1+1")])
+    assert found[0] is None and found[1] and found[1]["Data", 1, 3] == 3
+
+
+def test_a_slow_formula_is_computed_once_and_holds_up_nobody_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workbook, "_EACH_S", 0.5)
+    slow, quick = computed("=SUMPRODUCT((A1:A20000)*(B1:B20000))", "C1:D500"), computed("=A1+1")
+    engine = Recalculator("ironcalc", "x")
+    found = engine.values([quick, slow, quick, slow, quick])
+    assert [cells and cells["Data", 1, 3] for cells in found] == [3, None, 3, None, 3]
+    assert engine.num_processes == 3, "each ends at a slow workbook, the second of which is known"
+    assert engine.values([slow]) == [None] and engine.num_processes == 3
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("soffice") is None, reason="LibreOffice is not installed")
+def test_libreoffice_has_the_same_limits() -> None:
+    long = computed('=SUBSTITUTE(REPT("x",300),"x",REPT("y",300))')
+    large = computed("=SUMPRODUCT((A1:A20000)*TRANSPOSE(A1:A20000))")  # more than 3 GB
+    found = Recalculator("libreoffice", "x").values([long, large, computed("=A1+1")])
+    assert [cells and cells["Data", 1, 3] for cells in found] == ["#VALUE!", None, 3]
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("soffice") is None, reason="LibreOffice is not installed")
 def test_libreoffice_and_ironcalc_compute_the_same_for_every_kind() -> None:
