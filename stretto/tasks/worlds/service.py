@@ -44,6 +44,7 @@ _DONE = "Done."
 _PATIENCE = 16
 """Number of turns after which a customer ends the conversation."""
 _STATE_AFTER: Mapping[Operation, str] = {"cancel": "cancelled", "refund": "refunded"}
+_NOT: Final = frozenset({"not", "never", "cannot", "without"})
 _TEXT = {"type": "string"}
 
 
@@ -463,7 +464,7 @@ def _policy(case: _Case, num_words: int, draw: random.Random) -> str:
         lines.insert(draw.randrange(len(lines) + 1), note)
         left -= len(note.split())
     last = (
-        'Read records first. Decline and transfer by a call. For a yes ask with the "id" and all new values. '
+        'Read records first. Decline and transfer by a call. For a yes ask with action, "id", all new values. '
         'A turn without "?" ends it.'
     )
     return "\n".join([*lines, last])
@@ -489,11 +490,11 @@ def _customer(case: _Case, messages: Sequence[Mapping[str, Any]]) -> tuple[str |
     turns = [each for each in messages if each["role"] == "assistant" and not each.get("tool_calls")]
     for number, turn in enumerate(turns):
         text, wanted = spoken(str(turn["content"] or "")), case.script[place]
-        named = set(re.findall(r"\w+", text))
-        if "?" not in text or wanted is None or number >= _PATIENCE:
+        named = set(re.findall(r"[^\W_]+", text))
+        if not re.search("[?？]", text) or wanted is None or number >= _PATIENCE:
             reply = None
-        elif not wanted.facts <= named or named & ids - wanted.facts:
-            # A question that names other records, too, gets no consent.
+        elif not wanted.facts <= named or named & ids - wanted.facts or not _proposes(text, wanted.operation):
+            # A question that names other records, too, or does not propose the operation gets no consent.
             reply = _phrase(wanted, case)
         elif place + 1 == len(case.script):
             reply = YES
@@ -502,6 +503,17 @@ def _customer(case: _Case, messages: Sequence[Mapping[str, Any]]) -> tuple[str |
             other = case.script[place]
             reply = "No, leave it as it is." if other is None else f"No. {_phrase(other, case)}"
     return reply, place
+
+
+def _proposes(text: str, operation: Operation) -> bool:
+    """Whether ``text`` names the operation, in any form of the word, and no negation stands before it in the same sentence."""
+    stem = operation.removesuffix("e")  # also of changing and created
+    for sentence in re.split(r"[.!?？\n]", text.lower()):
+        words = re.findall(r"[^\W_]+(?:['’]t)?", sentence)
+        place = next((place for place, word in enumerate(words) if word.startswith(stem)), None)
+        if place is not None and not any(word in _NOT or word.endswith(("'t", "’t")) for word in words[:place]):
+            return True
+    return False
 
 
 def _acts_unasked(case: _Case, messages: Sequence[Mapping[str, Any]]) -> bool:

@@ -193,6 +193,35 @@ def test_a_question_about_all_records_gets_no_yes() -> None:
         assert session.reply([say(f"{asked} {' '.join(known)}?")]) != YES
 
 
+@pytest.mark.parametrize(
+    ("question", "is_asked"),
+    [
+        ("Shall I {} {}?", True),
+        ("Shall I {} _{}_?", True),
+        ("May I {} **{}**？", True),
+        ("Is {0}ing {1} what you want?", True),
+        ("If not, say so. I would {} {} now. Is that right?", True),
+        ("It is not shipped. Can I {} {}?", True),
+        ("Is {1} yours?", False),
+        ("I will not {} {}, all right?", False),
+        ("I can't {} {}, all right?", False),
+        ("I won’t {} {}, all right?", False),
+        ("Shall I refund {1}?", False),
+    ],
+)
+def test_consent_needs_a_question_that_proposes_the_action(question: str, is_asked: bool) -> None:
+    num = 0
+    for desk, problem, turns in cases("tiny", "Done."):
+        act = names(turns)[-1]
+        if act.startswith("cancel_"):  # the customer does not withdraw the request
+            key = re.findall(r'Shall I cancel "(\w+)"', str(turns))[-1]
+            with closing(desk.open(problem)) as session:
+                reply = session.reply([say(question.format("cancel", key))])
+            assert (reply == YES or str(reply).startswith("No")) is is_asked, reply
+            num += 1
+    assert num > 5
+
+
 def test_nothing_else_may_change() -> None:
     desk, problem, turns = next(each for each in cases("tiny", "Done.") if each[2][-2].get("tool_calls"))
     assert judged(desk, problem, turns).ok
