@@ -5,7 +5,7 @@ formulas, and compares cell by cell: requested cells with their expected values,
 in place of formulas are wrong.
 
 Tasks are generated (`stretto.tasks.worlds.sheet_tasks`), or, with ``path``, read from SpreadsheetBench (2406.14991): a folder with
-``dataset.json`` and the workbooks that it names. These are compared as published: values loosely, and requested cells only.
+``dataset.json`` and the workbooks that it names. Of these only the requested cells are compared, loosely, as published.
 """
 
 from __future__ import annotations
@@ -41,10 +41,13 @@ from stretto.tasks.worlds.sheet_tasks import EPOCH, Kind, Layout, Part, SheetTas
 from stretto.tasks.worlds.workbook import (
     Book,
     Cells,
+    Day,
+    Duration,
     EngineName,
     Place,
     Recalculator,
     Refused,
+    TimeOfDay,
     Value,
     area_of,
     cell_name,
@@ -64,6 +67,9 @@ _MOST_DUMPED: Final = 16 << 20
 """Largest output of a program and its workbook, bytes."""
 _SIZE: Final = 1 << 20, 1 << 14
 """Rows and columns of a sheet, as in Excel."""
+_MOST_DAYS: Final = 1e9
+"""Larger numbers are no dates."""
+_CLOCK: Final = re.compile(r"\d\d:\d\d")
 _MOST_COLUMNS: Final = 40
 """Largest number of columns in a prompt."""
 _MOST_ANSWERS: Final = 1 << 20
@@ -330,8 +336,24 @@ def _same(found: Value | None, right: Value | None) -> bool:
     return isinstance(right, int | float) and math.isclose(found, right, rel_tol=_CLOSE, abs_tol=_CLOSE)
 
 
+def _clock(days: float) -> str:
+    """Hour and minute of a time of day."""
+    seconds = round(days * 86_400)
+    return f"{seconds // 3600:02}:{seconds // 60 % 60:02}"
+
+
 def _loosely_same(found: Value | None, right: Value | None) -> bool:
-    """Comparison as in SpreadsheetBench: numbers to two decimal places, text that is a number as a number. Dates count as numbers."""
+    """Comparison as in SpreadsheetBench's evaluation.py: numbers to two decimal places, text that is a number as a number, times of day by
+    hour and minute, dates rounded to whole days, durations exactly. Unlike there, the kind of ``right`` also holds for a number ``found``,
+    because the engine's values have no formats; fonts and fills are not compared."""
+    if isinstance(found, int | float) and not isinstance(found, bool) and abs(found) < _MOST_DAYS:
+        if isinstance(right, Day):
+            return round(found) == round(right)
+        if isinstance(right, Duration):
+            return round(found * 86_400) == round(right * 86_400)
+        if isinstance(right, TimeOfDay) or (isinstance(right, str) and _CLOCK.fullmatch(right)):
+            found = _clock(found)
+    right = _clock(right) if isinstance(right, TimeOfDay) else right
 
     def plain(value: Value | None) -> Value | None:
         try:

@@ -100,6 +100,18 @@ for path in sys.argv[1:]:
 """
 
 
+class Day(float):
+    """Serial number of a cell that is read as a date, with or without a time of day."""
+
+
+class TimeOfDay(float):
+    """Serial number of a cell that is read as a time without a date."""
+
+
+class Duration(float):
+    """Number of days of a cell that is read as a duration."""
+
+
 class Refused(ValueError):  # noqa: N818 - shown to the model
     """A request of the model that cannot be met; the text is the reason."""
 
@@ -229,8 +241,10 @@ def _plain(value: Any) -> Value | None:
 
     if value is None or isinstance(value, Value):
         return value
-    if isinstance(value, datetime.datetime | datetime.date | datetime.time | datetime.timedelta):
-        return float(to_excel(value))
+    kinds = {datetime.date: Day, datetime.time: TimeOfDay, datetime.timedelta: Duration}  # a datetime is a date, too
+    for kind, serial in kinds.items():
+        if isinstance(value, kind):
+            return serial(to_excel(value))
     return str(getattr(value, "text", value))  # an array formula, or a text with fonts
 
 

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
+from datetime import datetime, time, timedelta
 from pathlib import Path
 from typing import Any, get_args
 
@@ -23,7 +24,7 @@ from stretto.tasks.session import Diverged, recorded, replay, use
 from stretto.tasks.task import Answer, Problem, ScoreTimeoutError
 from stretto.tasks.worlds import workbook
 from stretto.tasks.worlds.sheet_tasks import Kind, make_task
-from stretto.tasks.worlds.sheets import SheetsArgs, SheetsSource, _dumped
+from stretto.tasks.worlds.sheets import SheetsArgs, SheetsSource, _dumped, _loosely_same
 from stretto.tasks.worlds.workbook import Book, Recalculator, Refused, check_formula, filled, read_book, write_book
 
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -299,6 +300,36 @@ def test_spreadsheetbench_is_judged_on_all_of_its_workbooks(tmp_path: Path) -> N
     ).ok
     with pytest.raises(UserError, match="it has no solution to show"):
         world.demonstration(problem)
+
+
+@pytest.mark.parametrize(
+    ("found", "right", "is_same"),
+    [
+        (time(9), time(9), True),
+        (time(9), time(9, 5), False),
+        (time(9, 0, 10), time(9, 0, 50), True),
+        (0, time(0, 5), False),
+        ("09:00", time(9), True),
+        (time(9), "09:00", True),
+        (1e300, time(9), False),
+        (datetime(2024, 3, 1, 9), datetime(2024, 3, 1, 10), True),
+        (datetime(2024, 3, 1, 9), datetime(2024, 3, 1), True),
+        (datetime(2024, 3, 1, 9), datetime(2024, 3, 2), False),
+        (45352, datetime(2024, 3, 1), True),
+        ("1 March", datetime(2024, 3, 1), False),
+        (timedelta(hours=30), timedelta(hours=30), True),
+        (timedelta(hours=30), timedelta(hours=30, minutes=4), False),
+        ("5.004", 5, True),
+        (True, 1, True),
+        (None, "", True),
+    ],
+)
+def test_spreadsheetbench_s_dates_and_times_are_compared_as_published(
+    tmp_path: Path, found: Any, right: Any, is_same: bool
+) -> None:
+    """Expectations: ``compare_cell_value`` of RUCKBReasoning/SpreadsheetBench, evaluation/evaluation.py, commit 03242e96."""
+    cells = read_book(saved(tmp_path / "a.xlsx", [[found, right]]), values=True).cells
+    assert _loosely_same(cells.get(("Data", 1, 1)), cells.get(("Data", 1, 2))) is is_same
 
 
 def test_workbooks_with_macros_or_links_are_left_out_by_name(
