@@ -6,47 +6,34 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Final
 
 from stretto.tasks.shapes.ledger import INVERSE, Ledger, Relation, Thing
+from stretto.tasks.shapes.mentions import (
+    COLOUR,
+    COLOUR_LIST,
+    NUMBER,
+    Unclear,
+    apart,
+    named,
+    of_them,
+    parse_number,
+    spoken_of,
+    the_one,
+    without_article,
+)
 from stretto.tasks.shapes.rules import read
 from stretto.tasks.shapes.syntax import understand
-from stretto.tasks.shapes.words import COLOURS, NUMBER_WORDS, QUALITIES, RELATIONS, plural, singular
+from stretto.tasks.shapes.words import COLOURS, QUALITIES, RELATIONS, plural
 
-NUMBER = rf"(?:\d+|{'|'.join(NUMBER_WORDS)})"
-COLOUR = rf"\b(?:(?:light|dark|pale|deep|bright) )?(?:{'|'.join(sorted(COLOURS))})\b"
-_COLOURS = rf"{COLOUR}(?: (?:and )?{COLOUR})*"
-_VALUES: Final = {word: number for number, word in enumerate(NUMBER_WORDS)}
 _POLITE = re.compile(
     r"^(?:now|then|ok(?:ay)?|well|hm+|please|also|and|but|actually|could you|can you|would you|i (?:want|need) you to|i'd like you to|"
     r"i (?:think|feel|guess)(?: that)?|i(?:['’]ve)? changed my mind|maybe|perhaps|let's|no wait)\b[, ]+|^no, ",
     re.I,
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Question:
-    """A question to the user that a turn led to. Written by `apply` and `stretto.tasks.shapes.turns.tell`."""
-
-    says: str
-    yes: str = ""
-    """Turn that the answer "yes" stands for; empty where the question has no such answer."""
-    turn: str = ""
-    """Turn that led to the question. A correction is put in the place of ``phrase``."""
-    phrase: str = ""
-    noun: str = ""
-    """Thing that is not there, for answers with "it" or "one"."""
-
-
-class Unclear(Exception):  # noqa: N818 - a question, not an error
-    """Nothing can be done before the user has answered."""
-
-    def __init__(self, says: str, yes: str = "", phrase: str = "", noun: str = "") -> None:
-        super().__init__(says)
-        self.question = Question(says, yes, "", phrase, noun)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +83,7 @@ def _added(turn: Turn) -> Step:
         thing := _it(turn)
     ):
         text = f"the {thing.name} with {text[given.end() :]}"
-    text = _named(ledger, text, turn.last)
+    text = named(ledger, text, turn.last)
     if not re.search(r"\w", text):
         raise Unclear(f"What is to be added by {clause!r}?")
     found = understand(text, next_id) if ledger == Ledger() else read(text, ledger, next_id)
@@ -127,49 +114,6 @@ def _added(turn: Turn) -> Step:
     return Step(replace(found, relations=relations), "; ".join(notes) or "it is so already", touched)
 
 
-@dataclass(frozen=True, slots=True)
-class Spoken:
-    """A mention of a known thing in a turn, and its place in the text."""
-
-    thing: Thing
-    start: int
-    end: int
-    number: str | None
-    word: str
-    """The noun as it stands in the text."""
-    others: tuple[Thing, ...] = ()
-    """Other things that the mention fits as well."""
-
-
-def spoken_of(ledger: Ledger, text: str) -> Iterator[Spoken]:
-    """Mentions in a text of things that the ledger has. Skips new things ("another cube") and colours that no such thing has."""
-    forms = {
-        form: each.noun for each in ledger.things for form in (each.noun, plural(each.noun), each.noun.split()[-1])
-    }
-    if not forms:
-        return
-    nouns = "|".join(re.escape(form) for form in sorted(forms, key=len, reverse=True))
-    words = {word for each in ledger.things for word in (*each.colours, *each.qualities)} | COLOURS
-    attribute = "|".join(sorted(words, key=len, reverse=True))
-    number = rf"(?:(?P<number>{NUMBER})\s+(?:of (?:the|these|those)\s+)?)?"
-    phrase = (
-        rf"\b{number}(?P<other>(?:an?|another)\s+)?(?P<attributes>(?:(?:{attribute})\s+)*)(?P<noun>{nouns}|ones?)\b"
-    )
-    for found in re.finditer(phrase, text, re.I):
-        attributes = {*re.findall(attribute, found["attributes"].lower())} if found["attributes"] else set()
-        noun = found["noun"].lower()
-        fitting = [
-            each
-            for each in ledger.things
-            if attributes <= {*each.colours, *each.qualities}
-            and (forms.get(noun) == each.noun or (noun in ("one", "ones") and attributes))
-        ]
-        if fitting and not found["other"]:
-            is_one = noun == singular(noun) and text[: found.start()].lower().endswith("the ")
-            others = tuple(fitting[:-1]) if is_one and not attributes and found["number"] is None else ()
-            yield Spoken(fitting[-1], found.start(), found.end(), found["number"], found["noun"], others)
-
-
 def _is_introduced(thing: Thing, clause: str) -> bool:
     """Whether a clause introduces a new thing: by an article, a number, a colour or a verb right before its noun."""
     own = "|".join(re.escape(each) for each in (*" ".join(thing.colours).split(), *thing.qualities, "very", "more"))
@@ -180,32 +124,12 @@ def _is_introduced(thing: Thing, clause: str) -> bool:
     return re.search(rf"\b{before}\s+(?:(?:the|{own})\s+)*{first}", clause, re.I) is not None
 
 
-def _apart(ledger: Ledger, spoken: Spoken, next_id: int) -> tuple[Ledger, Thing]:
-    """The thing that is mentioned. Of "one of the three circles" that one becomes a thing of its own, with the id ``next_id``."""
-    thing, number = spoken.thing, None if spoken.number is None else parse_number(spoken.number)
-    if number is None or thing.count is None or not 0 < number < thing.count:
-        return ledger, thing
-    part = replace(thing, id=next_id, count=number)
-    rest = replace(thing, count=thing.count - number)
-    things = tuple(rest if each.id == thing.id else each for each in ledger.things)
-    copies = [replace(each, subject=next_id) for each in ledger.relations if each.subject == thing.id]
-    copies += [replace(each, other=next_id) for each in ledger.relations if each.other == thing.id]
-    return replace(ledger, things=(*things, part), relations=(*ledger.relations, *copies)), part
-
-
-def _the_one(spoken: Spoken) -> None:
-    """Raises `Unclear` where a mention fits several things."""
-    if spoken.others:
-        which = " or ".join(f"the {each.name}" for each in (*spoken.others, spoken.thing))
-        raise Unclear(f"Which one: {which}?", phrase=f"the {spoken.word}")
-
-
 def _slotted(turn: Turn) -> Step | None:
     """A colour, number or place for known things, in any wording; None where the clause names none."""
     ledger, text, spoken = turn.ledger, turn.clause, list(spoken_of(turn.ledger, turn.clause))
     # "make it three cubes" speaks of cubes, "move it above the cubes" of two things
     if not spoken or _PLACE.search(text):
-        text = _named(ledger, text, turn.last)
+        text = named(ledger, text, turn.last)
         spoken = list(spoken_of(ledger, text))
     if (
         not spoken
@@ -222,7 +146,7 @@ def _slotted(turn: Turn) -> Step | None:
             return None
         return _moved(ledger, Relation(spoken[0].thing.id, RELATIONS[place[0].lower()], spoken[1].thing.id))
     thing = spoken[0].thing
-    colours, number = re.search(_COLOURS, rest, re.I), spoken[0].number
+    colours, number = re.search(COLOUR_LIST, rest, re.I), spoken[0].number
     if number is None and (found := re.search(rf"\b{NUMBER}\b", rest, re.I)):
         number = found[0]
     if (colours is None and number is None) or (
@@ -230,7 +154,7 @@ def _slotted(turn: Turn) -> Step | None:
     ):
         return None
     if text == turn.clause:
-        _the_one(spoken[0])
+        the_one(spoken[0])
     if number is not None:
         step = re.search(rf"\b{number} (?:(?P<more>more)|fewer|less)\b", text, re.I)
         sign = 1 if step is None or step["more"] else -1
@@ -239,17 +163,17 @@ def _slotted(turn: Turn) -> Step | None:
             return _without(ledger, thing)
     changed = replace(thing, count=count) if number is not None else thing
     if colours is not None:
-        ledger, part = _apart(ledger, spoken[0], turn.next_id)
+        ledger, part = apart(ledger, spoken[0], turn.next_id)
         thing = part if part.id == turn.next_id else changed
         changed = replace(thing, colours=read(f"a {colours[0]} thing").things[0].colours)
     return _changed(ledger, changed)
 
 
 def _removed(turn: Turn, found: re.Match[str]) -> Step:
-    text = _of_them(turn.ledger, found["what"], turn.last)
+    text = of_them(turn.ledger, found["what"], turn.last)
     spoken = list(spoken_of(turn.ledger, text))
     if not spoken:
-        bare = _without_article(found["what"])
+        bare = without_article(found["what"])
         raise Unclear(f"There is no {bare}; what is to go?", phrase=found["what"], noun=bare)
     chosen = spoken[:1]  # "the cube and the cone" are two to be removed, of "the cube left of the cone" it is one
     for before, each in pairwise(spoken):
@@ -263,8 +187,8 @@ def _removed(turn: Turn, found: re.Match[str]) -> Step:
         )
     ledger, gone = turn.ledger, list[Thing]()
     for place, each in enumerate({each.thing.id: each for each in chosen}.values()):
-        _the_one(each)
-        ledger, part = _apart(ledger, each, turn.next_id + place)
+        the_one(each)
+        ledger, part = apart(ledger, each, turn.next_id + place)
         gone.append(part)
     return _without(ledger, *gone)
 
@@ -288,9 +212,9 @@ def _forbidden(turn: Turn, found: re.Match[str]) -> Step | None:
 
 def _only(turn: Turn, found: re.Match[str]) -> Step | None:
     """Every thing goes but those that are named."""
-    kept = {each.thing.id for each in spoken_of(turn.ledger, _of_them(turn.ledger, found["what"], turn.last))}
+    kept = {each.thing.id for each in spoken_of(turn.ledger, of_them(turn.ledger, found["what"], turn.last))}
     if not kept:
-        bare = _without_article(found["what"])
+        bare = without_article(found["what"])
         raise Unclear(f"There is no {bare}; what is to stay?", phrase=found["what"], noun=bare)
     return _without(turn.ledger, *(each for each in turn.ledger.things if each.id not in kept))
 
@@ -372,16 +296,16 @@ def _recoloured(turn: Turn, found: re.Match[str]) -> Step | None:
 
 def _qualified(turn: Turn, found: re.Match[str]) -> Step | None:
     """A size or other quality; its opposites go."""
-    spoken = list(spoken_of(turn.ledger, _named(turn.ledger, found["what"] or "", turn.last)))
+    spoken = list(spoken_of(turn.ledger, named(turn.ledger, found["what"] or "", turn.last)))
     word = found["quality"].lower()
     quality = _COMPARED.get(word, word)
-    if not spoken and (what := _without_article(found["what"] or "")) and what not in ("it", "them", "that"):
+    if not spoken and (what := without_article(found["what"] or "")) and what not in ("it", "them", "that"):
         raise _absent_thing(what, (found["what"] or "").strip(), turn.clause)
     thing = spoken[0].thing if spoken else _it(turn)
     if thing is None or quality not in QUALITIES:
         return None
     if spoken and found["what"] and turn.clause.find(found["what"]) >= 0:
-        _the_one(spoken[0])
+        the_one(spoken[0])
     opposite = next((each for pair in _OPPOSITES for each in (pair, pair[::-1]) if quality in each[0]), ((), ()))
     kept = [each for each in thing.qualities if each not in opposite[0] + opposite[1]]
     return _changed(turn.ledger, replace(thing, qualities=tuple(sorted((*kept, quality)))))
@@ -389,7 +313,7 @@ def _qualified(turn: Turn, found: re.Match[str]) -> Step | None:
 
 def _aside(turn: Turn, found: re.Match[str]) -> Step | None:
     """ "On the right instead", "above it": another place beside the thing to which the ledger relates it."""
-    spoken = list(spoken_of(turn.ledger, _named(turn.ledger, found["what"] or "it", turn.last)))
+    spoken = list(spoken_of(turn.ledger, named(turn.ledger, found["what"] or "it", turn.last)))
     kind = f"{found['side'].lower()} of" if found["side"] else RELATIONS[found["place"].lower()]
     if not spoken:
         return None
@@ -402,14 +326,14 @@ def _aside(turn: Turn, found: re.Match[str]) -> Step | None:
 
 
 def _replaced(turn: Turn, found: re.Match[str]) -> Step | None:
-    spoken = list(spoken_of(turn.ledger, _of_them(turn.ledger, found["what"], turn.last)))
+    spoken = list(spoken_of(turn.ledger, of_them(turn.ledger, found["what"], turn.last)))
     new = read(found["other"]).things
     if len(new) != 1:
         raise Unclear(f"What is to be there instead of {found['what']}?")
     if not spoken:
-        raise _absent_thing(_without_article(found["what"]), found["what"], turn.clause)
-    _the_one(spoken[0])
-    ledger, thing = _apart(turn.ledger, spoken[0], turn.next_id)
+        raise _absent_thing(without_article(found["what"]), found["what"], turn.clause)
+    the_one(spoken[0])
+    ledger, thing = apart(turn.ledger, spoken[0], turn.next_id)
     return _changed(ledger, replace(new[0], id=thing.id, colours=new[0].colours or thing.colours))
 
 
@@ -464,24 +388,6 @@ def _it(turn: Turn) -> Thing | None:
     return found[0] if len(found) == 1 else None
 
 
-def _of_them(ledger: Ledger, phrase: str, last: int | None) -> str:
-    """A phrase in which "it" has a name, and "a cube" is one of those that there are."""
-    return re.sub(r"\ban?\s+", "one ", _named(ledger, phrase, last), flags=re.I)
-
-
-def _without_article(phrase: str) -> str:
-    return re.sub(
-        r"^(?:the|an?|one|that|this|those|these|all)\s+(?:the\s+)?|\s+(?:too|as well)$", "", phrase.strip(), flags=re.I
-    )
-
-
-def _named(ledger: Ledger, text: str, last: int | None) -> str:
-    """``text`` with the name of the last thing for "it" and "them"."""
-    if last is None or not any(thing.id == last for thing in ledger.things):
-        return text
-    return re.sub(r"\b(?:it|them|that one)\b", f"the {ledger.thing(last).name}", text, flags=re.I)
-
-
 def _latest(before: tuple[Relation, ...], new: tuple[Relation, ...]) -> tuple[Relation, ...]:
     pairs = {frozenset((each.subject, each.other)) for each in new}
     return tuple(each for each in before if frozenset((each.subject, each.other)) not in pairs) + new
@@ -493,10 +399,6 @@ def bare(text: str) -> str:
     while found := _POLITE.match(text):
         text = text[found.end() :]
     return text.rstrip("? ") if not re.match(r"(?:is|are|do|does|what|which|who|where|why|how)\b", text, re.I) else text
-
-
-def parse_number(word: str) -> int:
-    return _VALUES.get(word.lower(), 0) if not word.isdecimal() else int(word[:6])
 
 
 _NEW = r"add|include|insert|draw|also"
@@ -548,7 +450,7 @@ CHANGES: Final[tuple[tuple[re.Pattern[str], _Change], ...]] = tuple(
             rf"(?:(?:(?:i want|make|have) )?(?:some )?(?:more|fewer|less)|(?:at least|at most|no more than|more than|fewer than) {NUMBER}) "
             r"(?P<what>[\w -]+)", _how_many,
         ),
-        (rf"(?:i said |rather |in |make (?:it|that) |not [\w-]+, )?(?P<colour>{_COLOURS})(?: instead| rather| after all)?", _recoloured),
+        (rf"(?:i said |rather |in |make (?:it|that) |not [\w-]+, )?(?P<colour>{COLOUR_LIST})(?: instead| rather| after all)?", _recoloured),
         (r"(?:make |let )?(?P<what>(?:it|them|the [\w -]+?) )?(?:(?:should|must) be |be |is to be |has to be )?(?:much |a bit |a little |far )?"
          rf"(?P<quality>{'|'.join(_COMPARED)}|{'|'.join(sorted(QUALITIES))})", _qualified),
         (

@@ -11,20 +11,9 @@ import re
 from dataclasses import dataclass, replace
 
 from stretto.base.errors import UserError
-from stretto.tasks.shapes.changes import (
-    CHANGES,
-    COLOUR,
-    HOW_MANY,
-    NUMBER,
-    Question,
-    Turn,
-    Unclear,
-    apply,
-    bare,
-    parse_number,
-    spoken_of,
-)
+from stretto.tasks.shapes.changes import CHANGES, HOW_MANY, Turn, apply, bare
 from stretto.tasks.shapes.ledger import Ledger, contradictions
+from stretto.tasks.shapes.mentions import COLOUR, NUMBER, Question, Unclear, parse_number, spoken_of
 from stretto.tasks.shapes.rules import QUOTED, check_language
 from stretto.tasks.shapes.words import COLOURS, plural
 
