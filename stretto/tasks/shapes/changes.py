@@ -76,7 +76,11 @@ def _absent_thing(noun: str, phrase: str, turn: str) -> Unclear:
 def _added(turn: Turn) -> Step:
     """A clause of no other form adds the things that it names, and says of known things where they are."""
     ledger, clause, next_id = turn.ledger, turn.clause, turn.next_id
-    if re.match(r"(?:do not|don['’]t|never|except|not|a bit|a little|much|slightly|somewhat|even)\b", clause, re.I):
+    if re.match(
+        r"(?:do not|don['’]t|never|except|not|a bit|a little|much|slightly|somewhat|even)\b|.*\b(?:fewer|less)$",
+        clause,
+        re.I,
+    ):
         raise Unclear(f"What is to change by {clause!r}?")
     text = re.sub(rf"^{_PUT}\s+", "", clause, flags=re.I)
     if (given := re.match(r"give (?:it|him|her|them) (?=an?\b|some\b|" + NUMBER + ")", text, re.I)) and (
@@ -97,10 +101,8 @@ def _added(turn: Turn) -> Step:
         if missing:
             raise _absent_thing(missing[0], f"the {missing[0]}", clause)
         raise Unclear(f"What is to change by {clause!r}?")
-    is_unread = found != ledger and replace(found, unread=ledger.unread) == ledger != Ledger()
-    if is_unread or (
-        found == ledger and not (_PLACE.search(text) or re.search(rf"\b(?:is|are|be)\b|{COLOUR}", text, re.I))
-    ):
+    is_unread = replace(found, unread=ledger.unread) == ledger != Ledger()
+    if is_unread or found == ledger or _is_guess(turn, found):
         raise Unclear(f"What is to change by {clause!r}?")
     if re.match(rf"{_PUT}\s+(?:the|it|them)\b", clause, re.I) and new and not (moved and moved[0].subject < next_id):
         raise _absent_thing(new[0].noun, f"the {new[0].noun}", clause)
@@ -111,7 +113,26 @@ def _added(turn: Turn) -> Step:
     notes += [f"{found.thing(each.subject).name} {each.kind} {found.thing(each.other).name}" for each in moved]
     notes += [f"{thing.name}" for thing in found.things if thing.id < next_id and thing not in ledger.things]
     notes += [f"the words {text!r}" for text in found.texts if text not in ledger.texts]
-    return Step(replace(found, relations=relations), "; ".join(notes) or "it is so already", touched)
+    notes += [f"no {plural(noun)}" for noun in found.absent if noun not in ledger.absent]
+    return Step(replace(found, relations=relations), "; ".join(notes), touched)
+
+
+def _is_guess(turn: Turn, found: Ledger) -> bool:
+    """Whether a reader took words of a clause about known things for things, colours or qualities that the clause does not give them."""
+    ledger, linked = turn.ledger, {id for each in found.relations for id in (each.subject, each.other)}
+    if ledger == Ledger():
+        return False
+    new = [each for each in found.things if each.id >= turn.next_id]
+    changed = [(ledger.thing(each.id), each) for each in found.things if each.id < turn.next_id]
+    qualities = {word for before, now in changed for word in {*now.qualities} - {*before.qualities}}
+    worn = " ".join(colour for each in found.things for colour in each.colours)
+    return (
+        bool(new and re.match(r"(?:make|change|turn|let|resize|re-?colou?r)\b", turn.clause, re.I))
+        or bool(re.match(r"(?:the|it|they)\b", turn.clause, re.I) and any(each.id not in linked for each in new))
+        or (found.unread == ledger.unread and any(before.colours != now.colours for before, now in changed))
+        or any(word not in QUALITIES and not re.search("(?<!th)ing$", word) for word in qualities)
+        or any(colour.lower() not in worn for colour in re.findall(COLOUR, turn.clause, re.I))
+    )
 
 
 def _is_introduced(thing: Thing, clause: str) -> bool:
@@ -125,40 +146,40 @@ def _is_introduced(thing: Thing, clause: str) -> bool:
 
 
 def _slotted(turn: Turn) -> Step | None:
-    """A colour, number or place for known things, in any wording; None where the clause names none."""
+    """A colour, number or place for known things. None where the clause names none, or has a word that is not understood."""
     ledger, text, spoken = turn.ledger, turn.clause, list(spoken_of(turn.ledger, turn.clause))
     # "make it three cubes" speaks of cubes, "move it above the cubes" of two things
     if not spoken or _PLACE.search(text):
         text = named(ledger, text, turn.last)
         spoken = list(spoken_of(ledger, text))
-    if (
-        not spoken
-        or re.match(rf"(?:{_NEW})\b", turn.clause, re.I)
-        or re.search(r"\b(?:not|never|except|least|most|than)\b|n['’]t\b", text, re.I)
-    ):
+    if not spoken:
         return None
     rest = "".join(
         " " if any(each.start <= at < each.end for each in spoken) else letter for at, letter in enumerate(text)
     )
     if len(spoken) > 1 and spoken[0].thing.id != spoken[1].thing.id:
         place = _PLACE.search(text, spoken[0].end, spoken[1].start)
-        if place is None or re.search(r"\b(?:an?|another)\b", rest, re.I):
+        if place is None or len(spoken) > 2 or not _FILLERS.fullmatch(_PLACE.sub(" ", rest, count=1)):
             return None
         return _moved(ledger, Relation(spoken[0].thing.id, RELATIONS[place[0].lower()], spoken[1].thing.id))
-    thing = spoken[0].thing
-    colours, number = re.search(COLOUR_LIST, rest, re.I), spoken[0].number
-    if number is None and (found := re.search(rf"\b{NUMBER}\b", rest, re.I)):
-        number = found[0]
-    if (colours is None and number is None) or (
-        _PLACE.search(rest) and re.search(r"\b(?:an?|another|some)\b", rest, re.I)
+    thing, number = spoken[0].thing, spoken[0].number
+    rest = re.sub(rf"\binstead of {COLOUR_LIST}$", " ", rest, flags=re.I)
+    if colours := re.search(COLOUR_LIST, rest, re.I):
+        rest = rest.replace(colours[0], " ", 1)
+    step = None
+    if number is None and (
+        found := re.search(rf"\b({NUMBER})(?: (?:(?P<more>more)|(?P<fewer>fewer|less)))?\b", rest, re.I)
     ):
+        number, step = found[1], found
+        rest = rest.replace(found[0], " ", 1)
+    if (colours is None and number is None) or not _FILLERS.fullmatch(rest):
         return None
     if text == turn.clause:
         the_one(spoken[0])
     if number is not None:
-        step = re.search(rf"\b{number} (?:(?P<more>more)|fewer|less)\b", text, re.I)
-        sign = 1 if step is None or step["more"] else -1
-        count = sign * parse_number(number) + (0 if step is None else thing.count or 1)
+        count = parse_number(number)
+        if step is not None and (step["more"] or step["fewer"]):
+            count = (thing.count or 1) + (count if step["more"] else -count)
         if count <= 0:
             return _without(ledger, thing)
     changed = replace(thing, count=count) if number is not None else thing
@@ -296,19 +317,33 @@ def _recoloured(turn: Turn, found: re.Match[str]) -> Step | None:
 
 def _qualified(turn: Turn, found: re.Match[str]) -> Step | None:
     """A size or other quality; its opposites go."""
-    spoken = list(spoken_of(turn.ledger, named(turn.ledger, found["what"] or "", turn.last)))
+    what = re.sub(rf"^({NUMBER})$", r"\1 of them", (found["what"] or "").strip(), flags=re.I)
+    text = named(turn.ledger, what, turn.last)
+    spoken = list(spoken_of(turn.ledger, text))
     word = found["quality"].lower()
     quality = _COMPARED.get(word, word)
-    if not spoken and (what := without_article(found["what"] or "")) and what not in ("it", "them", "that"):
-        raise _absent_thing(what, (found["what"] or "").strip(), turn.clause)
-    thing = spoken[0].thing if spoken else _it(turn)
-    if thing is None or quality not in QUALITIES:
+    if quality not in QUALITIES:
         return None
-    if spoken and found["what"] and turn.clause.find(found["what"]) >= 0:
-        the_one(spoken[0])
+    if not spoken and (bare := without_article(what)) and bare not in ("it", "them", "that"):
+        raise _absent_thing(bare, what, turn.clause)
+    if len(spoken) > 1 or (
+        spoken and re.search(r"\b(?!(?:the|of|all)\b)\w", text[: spoken[0].start] + text[spoken[0].end :], re.I)
+    ):
+        raise Unclear(f"What is to change by {turn.clause!r}?")
+    ledger, thing = turn.ledger, _it(turn)
+    if spoken:
+        if what and turn.clause.find(what) >= 0:
+            the_one(spoken[0])
+        ledger, thing = apart(ledger, spoken[0], turn.next_id)
+        if spoken[0].number is not None and thing.count != parse_number(spoken[0].number):
+            raise Unclear(
+                f"What is to change by {turn.clause!r}? There are {thing.count or 'some'} {plural(thing.noun)}."
+            )
+    if thing is None:
+        return None
     opposite = next((each for pair in _OPPOSITES for each in (pair, pair[::-1]) if quality in each[0]), ((), ()))
     kept = [each for each in thing.qualities if each not in opposite[0] + opposite[1]]
-    return _changed(turn.ledger, replace(thing, qualities=tuple(sorted((*kept, quality)))))
+    return _changed(ledger, replace(thing, qualities=tuple(sorted((*kept, quality)))))
 
 
 def _aside(turn: Turn, found: re.Match[str]) -> Step | None:
@@ -403,6 +438,13 @@ def bare(text: str) -> str:
 
 _NEW = r"add|include|insert|draw|also"
 _PLACE = re.compile(rf"\b(?:{'|'.join(sorted(RELATIONS, key=len, reverse=True))})\b", re.I)
+_FILLERS = re.compile(
+    r"(?:[^\w'’-]|\b(?:a|all|an|and|as|be|belongs?|better|both|bring|can|change|colou?r|could|do|enough|for|give|has|have|i|i['’]?d|in|is|it|its|just|"
+    r"let|let['’]s|like|look|make|move|must|need|number|of|only|paint|place|prefer|put|rather|re-?colou?r|relocate|see|set|shift|should|so|"
+    r"that|the|their|them|there|these|those|to|turn|use|want|will|with|would|after all|as well|too$|instead(?! of)|are|at|now)\b)*",
+    re.I,
+)
+"""Words of a turn that do not change its meaning. With any other word beside the thing and its colour, number or place it is not understood."""
 _PUT = r"(?:move|put|place|shift|set)"
 HOW_MANY: Final = ("how many",)
 _COMPARED: Final = {
@@ -451,7 +493,8 @@ CHANGES: Final[tuple[tuple[re.Pattern[str], _Change], ...]] = tuple(
             r"(?P<what>[\w -]+)", _how_many,
         ),
         (rf"(?:i said |rather |in |make (?:it|that) |not [\w-]+, )?(?P<colour>{COLOUR_LIST})(?: instead| rather| after all)?", _recoloured),
-        (r"(?:make |let )?(?P<what>(?:it|them|the [\w -]+?) )?(?:(?:should|must) be |be |is to be |has to be )?(?:much |a bit |a little |far )?"
+        (rf"(?:make |let )?(?P<what>(?:it|them|the [\w -]+?|{NUMBER}(?: [\w -]+?)?) )?(?:(?:should|must) be |be |is to be |has to be )?"
+         r"(?:(?:even|much|far|slightly|somewhat|very|a (?:bit|little|lot)) |twice as )?"
          rf"(?P<quality>{'|'.join(_COMPARED)}|{'|'.join(sorted(QUALITIES))})", _qualified),
         (
             r"(?:put |move |place )?(?P<what>(?:it|them|the [\w -]+?) )?(?:(?:to|on) the (?P<side>left|right)(?: side)?|"

@@ -153,7 +153,7 @@ def _changed_by(conversation: Conversation, text: str) -> Told:
         ledger = step.ledger
         next_id = max((after.next_id, *(thing.id + 1 for thing in ledger.things)))
         after = replace(after, last=step.last, next_id=next_id)
-        notes.append(step.note)
+        notes += filter(None, [step.note])
     if questions := contradictions(ledger):
         return Told(replace(conversation, asked=Question(questions[0], turn=text)), (), questions)
     gone = [each.noun for each in conversation.now.things if each not in ledger.things]

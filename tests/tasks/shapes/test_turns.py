@@ -99,6 +99,50 @@ def test_one_of_several_and_several_at_once(turn: str, expected: str) -> None:
     assert describe(after("three red cubes left of a blue sphere", turn).now) == expected
 
 
+@pytest.mark.parametrize(
+    ("turn", "expected"),
+    [
+        ("make one cube bigger", "Two red cubes and a big red cube."),
+        ("make two of the cubes smaller", "A red cube and two small red cubes."),
+        ("make one of them bigger", "Two red cubes and a big red cube."),
+        ("make one bigger", "Two red cubes and a big red cube."),
+        ("one of the cubes should be wooden", "Two red cubes and a wooden red cube."),
+        ("make three cubes bigger", "Three big red cubes."),
+        ("make the cubes a bit bigger", "Three big red cubes."),
+    ],
+)
+def test_a_quality_of_some_keeps_the_others(turn: str, expected: str) -> None:
+    assert describe(after("three red cubes", turn).now) == expected
+
+
+@pytest.mark.parametrize(
+    "turn",
+    [
+        "make it any colour but red",
+        "make it anything but blue",
+        "the square should no longer be blue",
+        "the square must stop being blue",
+        "the circle should no longer be left of the square",
+        "make the circle half as big",
+        "make the circle less big",
+        "make the circle less red",
+        "make the circle a bit darker",
+        "make the circle hardly red",
+        "the circle is too red",
+        "the circle is too big",
+        "the circle should be a different colour",
+        "half the circle should be green",
+        "one circle less",
+        "make four circles bigger",
+        "the circle should be asleep",
+    ],
+)
+def test_a_turn_with_a_word_that_is_not_understood_is_asked_about(turn: str) -> None:
+    before = after("a red circle right of a blue square")
+    told = tell(before, turn)
+    assert told.questions and told.conversation.states is before.states
+
+
 def test_changes_are_undone_one_by_one_or_several() -> None:
     turns = (START, "make the cube yellow", "add a cone", "make the image 512x256")
     assert after(*turns).now.size == (512, 256)
