@@ -45,6 +45,8 @@ class Turn:
     last: int | None
     next_id: int
     states: tuple[Ledger, ...]
+    quoted: dict[int, str]
+    """Texts in quotation marks, by the code point that stands for each in ``clause``. Written by `stretto.tasks.shapes.turns.tell`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +90,10 @@ def _added(turn: Turn) -> Step:
     ):
         text = f"the {thing.name} with {text[given.end() :]}"
     text = named(ledger, text, turn.last)
+    if ledger != Ledger():  # 'the words "OPEN"' are a text, and no thing besides
+        text = re.sub(
+            rf"\b(?:the )?(?:{WRITING})(?: (?:that )?(?:says?|saying|reads?|reading))? (?=\")", "", text, flags=re.I
+        )
     if not re.search(r"\w", text):
         raise Unclear(f"What is to be added by {clause!r}?")
     found = understand(text, next_id) if ledger == Ledger() else read(text, ledger, next_id)
@@ -188,6 +194,19 @@ def _slotted(turn: Turn) -> Step | None:
         thing = part if part.id == turn.next_id else changed
         changed = replace(thing, colours=read(f"a {colours[0]} thing").things[0].colours)
     return _changed(ledger, changed)
+
+
+def _unwritten(turn: Turn, found: re.Match[str]) -> Step | None:
+    """Words in the picture go: those in quotation marks, or all of them."""
+    gone = {each.translate(turn.quoted).casefold() for each in re.findall(r'"([^"]+)"', found["texts"] or "")}
+    kept = tuple(each for each in turn.ledger.texts if gone and each.casefold() not in gone)
+    num_gone = len(turn.ledger.texts) - len(kept)
+    if (gone and num_gone != len(gone)) or not (gone or num_gone):
+        return None
+    removed = [each for each in turn.ledger.texts if each not in kept]
+    note = "; ".join(f"removed the words {text!r}" for text in removed)
+    absent = (*turn.ledger.absent, "text") if found["no"] and not gone else turn.ledger.absent
+    return Step(replace(turn.ledger, texts=kept, absent=absent), note, turn.last)
 
 
 def _removed(turn: Turn, found: re.Match[str]) -> Step:
@@ -460,6 +479,7 @@ _OPPOSITES: Final = (
     (("big", "large", "huge"), ("small", "little", "tiny")), (("tall", "long"), ("short",)), (("open",), ("closed",)), (("empty",), ("full",)),
 )  # fmt: skip
 _GO = r"(?:remove|delete|take away|take out|drop|get rid of|erase|hide|leave out|lose|never mind|(?:do not|don['’]t) (?:show|draw|paint|include))"
+WRITING = "words?|text|texts|writing|letters|lettering|captions?"
 _ALL = r"(?:everything|all of (?:it|them|that)|it all|all)"
 _Change = Callable[[Turn, "re.Match[str]"], Step | None]
 CHANGES: Final[tuple[tuple[re.Pattern[str], _Change], ...]] = tuple(
@@ -479,6 +499,10 @@ CHANGES: Final[tuple[tuple[re.Pattern[str], _Change], ...]] = tuple(
         (rf"(?:{_GO}|clear) {_ALL}(?P<sure> at once)?|clear(?P<now>)", _cleared),
         (r"(?:bring|put|add|get) back (?P<what>.+)|(?:put|bring|add|get|i (?:want|need)|i['’]d like) (.+?) back(?: in)?|show (.+?) again|"
          r"(?:leave|keep|put) (the .+?) in(?: again)?|with (it|them|one|the .+?) after all", _brought_back),
+        (
+            rf"(?=.*(?:\b(?:{WRITING})\b|\"))(?:{_GO}|(?P<no>no|without))(?: (?:the|any|all))?(?: (?:the|of the))?(?: (?:{WRITING}))?"
+            r"(?P<texts>(?:(?:,| and|, and)? ?\"[^\"]+\")+)?", _unwritten,
+        ),
         (rf"{_GO} (?P<what>.+)", _removed),
         (r"(?P<what>the .+?) (?:should|must|need|is|are|does)(?: not|n['’]t) (?:be )?(?:there|shown|visible|necessary|needed|wanted|required|in it)", _removed),
         (r"i(?:['’]d| would) rather not have (?P<what>the .+)", _removed),

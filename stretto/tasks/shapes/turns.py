@@ -11,7 +11,7 @@ import re
 from dataclasses import dataclass, replace
 
 from stretto.base.errors import UserError
-from stretto.tasks.shapes.changes import CHANGES, HOW_MANY, Turn, apply, bare
+from stretto.tasks.shapes.changes import CHANGES, HOW_MANY, WRITING, Turn, apply, bare
 from stretto.tasks.shapes.ledger import Ledger, contradictions
 from stretto.tasks.shapes.mentions import COLOUR, NUMBER, Question, Unclear, parse_number, spoken_of
 from stretto.tasks.shapes.rules import QUOTED, check_language
@@ -63,7 +63,7 @@ def tell(conversation: Conversation, text: str) -> Told:
     check_language(text)
     hidden = {_FIRST_SIGN + at: next(filter(None, each.groups())) for at, each in enumerate(QUOTED.finditer(text))}
     signs = map(chr, hidden)
-    told = _told(conversation, QUOTED.sub(lambda _: f'"{next(signs)}"', text))
+    told = _told(conversation, QUOTED.sub(lambda _: f'"{next(signs)}"', text), hidden)
     after = told.conversation
     if after.asked is not None:
         asked = after.asked
@@ -78,21 +78,21 @@ def tell(conversation: Conversation, text: str) -> Told:
     return Told(after, tuple(notes), tuple(questions))
 
 
-def _told(conversation: Conversation, text: str) -> Told:
+def _told(conversation: Conversation, text: str, quoted: dict[int, str]) -> Told:
     """`tell`, of a turn in which a sign stands for each text in quotation marks."""
     asked, conversation = conversation.asked, replace(conversation, asked=None)
     if asked is not None and (answer := _answer(conversation.now, asked, text)) is not None:
         if not answer:
             return Told(conversation, ("left as it is",))
-        told = _changed_by(conversation, answer)
+        told = _changed_by(conversation, answer, quoted)
         if (
             told.questions and answer == asked.yes
         ):  # without a second question: add the thing, and leave the rest of the turn
-            return _changed_by(conversation, answer.partition("; ")[0])
+            return _changed_by(conversation, answer.partition("; ")[0], quoted)
         return told
     if _AGREED.fullmatch(text.strip(" .!,")):
         return Told(conversation, ("nothing to change",))
-    return _changed_by(conversation, text)
+    return _changed_by(conversation, text, quoted)
 
 
 def _answer(ledger: Ledger, asked: Question, text: str) -> str | None:
@@ -127,7 +127,7 @@ def _answer(ledger: Ledger, asked: Question, text: str) -> str | None:
     return None
 
 
-def _changed_by(conversation: Conversation, text: str) -> Told:
+def _changed_by(conversation: Conversation, text: str, quoted: dict[int, str]) -> Told:
     """The conversation after a turn that is not an answer."""
     plain = bare(text.strip())
     if _UNDO.search(plain) and not list(spoken_of(conversation.now, plain)):
@@ -147,13 +147,15 @@ def _changed_by(conversation: Conversation, text: str) -> Told:
     is_first = ledger == Ledger() and not any(pattern.fullmatch(plain) for pattern, _ in CHANGES)
     for clause in [plain] if is_first else filter(None, map(bare, _CLAUSES.split(plain))):
         try:
-            step = apply(Turn(ledger, clause, after.last, after.next_id, conversation.states))
+            step = apply(Turn(ledger, clause, after.last, after.next_id, conversation.states, quoted))
         except Unclear as unclear:
             return _asking(conversation, replace(unclear.question, turn=unclear.question.turn or clause))
         ledger = step.ledger
         next_id = max((after.next_id, *(thing.id + 1 for thing in ledger.things)))
         after = replace(after, last=step.last, next_id=next_id)
         notes += filter(None, [step.note])
+    if {*ledger.texts} - {*conversation.now.texts}:  # after "no text", words that are added are wanted
+        ledger = replace(ledger, absent=tuple(each for each in ledger.absent if not re.fullmatch(WRITING, each)))
     if questions := contradictions(ledger):
         return Told(replace(conversation, asked=Question(questions[0], turn=text)), (), questions)
     gone = [each.noun for each in conversation.now.things if each not in ledger.things]

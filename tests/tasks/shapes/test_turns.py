@@ -211,6 +211,28 @@ def test_words_to_be_read_are_kept_letter_by_letter() -> None:
     assert conversation.now.texts == ("CLOSED, sorry",)
 
 
+@pytest.mark.parametrize(
+    ("turns", "texts"),
+    [
+        (('add the words "HELLO"', "remove the words"), ()),
+        (('add the words "HELLO"', 'remove "HELLO"'), ("OPEN",)),
+        (('add "A" and "B"', 'delete the words "OPEN" and "b"'), ("A",)),
+        (("remove the text",), ()),
+        (("no text",), ()),
+        (("no text", 'add "HELLO"'), ("HELLO",)),
+    ],
+)
+def test_words_to_be_read_can_be_removed(turns: tuple[str, ...], texts: tuple[str, ...]) -> None:
+    now = after('a door that shows "OPEN"', *turns).now
+    assert now.texts == texts and [each.noun for each in now.things] == ["door"]
+    assert now.absent == (("text",) if turns == ("no text",) else ())
+
+
+def test_words_that_are_not_there_are_asked_about() -> None:
+    before = after('a door that shows "OPEN"')
+    assert tell(before, 'remove "EXIT"').questions and tell(before, "remove").questions
+
+
 @pytest.mark.parametrize("words", ["Stop. Go now", "never mind", "two red cubes", "Come in; make it blue", "It's open"])
 def test_nothing_is_read_in_words_to_be_shown(words: str) -> None:
     told = tell(after(START), f'add a sign that says "{words}"')
