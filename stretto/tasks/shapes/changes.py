@@ -66,7 +66,7 @@ def apply(turn: Turn) -> Step:
     for pattern, change in CHANGES:
         if (found := pattern.fullmatch(turn.clause)) and (step := change(turn, found)) is not None:
             return step
-    return _slotted(turn) or _added(turn)
+    return _each(turn) or _slotted(turn) or _added(turn)
 
 
 def _absent_thing(noun: str, phrase: str, turn: str) -> Unclear:
@@ -94,6 +94,8 @@ def _added(turn: Turn) -> Step:
         text = re.sub(
             rf"\b(?:the )?(?:{WRITING})(?: (?:that )?(?:says?|saying|reads?|reading))? (?=\")", "", text, flags=re.I
         )
+    if re.search(r"\bthem\b", text, re.I) and ledger.things:
+        raise Unclear(f"Which things are meant by 'them' in {clause!r}?")
     if not re.search(r"\w", text):
         raise Unclear(f"What is to be added by {clause!r}?")
     found = understand(text, next_id) if ledger == Ledger() else read(text, ledger, next_id)
@@ -101,8 +103,11 @@ def _added(turn: Turn) -> Step:
     moved = found.relations[len(ledger.relations) :]
     stray = [each for each in new if ledger.things and not _is_introduced(each, clause)]
     if stray:
+        known = {each.noun for each in ledger.things}
         missing = [
-            each.noun for each in stray if re.search(rf"\bthe (?:[\w-]+ )*?{re.escape(each.noun)}", clause, re.I)
+            each.noun
+            for each in stray
+            if each.noun not in known and re.search(rf"\bthe (?:[\w-]+ )*?{re.escape(each.noun)}", clause, re.I)
         ]
         if missing:
             raise _absent_thing(missing[0], f"the {missing[0]}", clause)
@@ -113,6 +118,7 @@ def _added(turn: Turn) -> Step:
     if re.match(rf"{_PUT}\s+(?:the|it|them)\b", clause, re.I) and new and not (moved and moved[0].subject < next_id):
         raise _absent_thing(new[0].noun, f"the {new[0].noun}", clause)
     found = replace(found, absent=tuple(each for each in found.absent if each not in {thing.noun for thing in new}))
+    _check_between(found, moved)
     relations = _latest(ledger.relations, moved)
     touched = new[0].id if new else moved[-1].subject if moved else turn.last
     notes = [f"added {thing.name}" for thing in new]
@@ -149,6 +155,42 @@ def _is_introduced(thing: Thing, clause: str) -> bool:
         rf"(?:an?|another|some|several|many|few|its|his|her|their|my|your|with|{_NEW}|{NUMBER}|{COLOUR}|no|of|in|on|at)"
     )
     return re.search(rf"\b{before}\s+(?:(?:the|{own})\s+)*{first}", clause, re.I) is not None
+
+
+def _each(turn: Turn) -> Step | None:
+    """A change of several things at once: "make them all yellow", "both should be big", "make all circles green"."""
+    things, known = turn.ledger.things, {each.id: each for each in turn.ledger.things}
+    nouns = "|".join(re.escape(plural(each.noun)) for each in things)
+    found = re.search(
+        rf"(?<!after )(?<!between )\b(?:everything|(?:all|both) of (?:it|them|these|those)|(?:it|them|they|these|those) (?:all|both)|them"
+        rf"|(?:all|both)(?: of)?(?: (?:the|these|those))?(?: (?:things|shapes|objects|(?P<noun>{nouns or '$'})))?)\b",
+        turn.clause,
+        re.I,
+    )
+    if found is None:
+        return None
+    phrase, last = found[0].lower(), known.get(turn.last) if turn.last is not None else None
+    if found["noun"]:
+        things = tuple(each for each in things if plural(each.noun) == found["noun"].lower())
+    elif list(spoken_of(turn.ledger, turn.clause)) or (last is not None and last.count != 1 and phrase != "everything"):
+        return None  # another mention says which, or "them" are the things last spoken of
+    unclear = Unclear(f"What is to change by {turn.clause!r}?")
+    if "both" in phrase and sum(each.count or 3 for each in things) != 2:
+        raise unclear
+    if len(things) < 2 or (phrase == "them" and len(things) > 2):
+        return None
+    clause, steps = turn.clause[: found.start()] + "it" + turn.clause[found.end() :], list[Step]()
+    for thing in things:
+        try:
+            step = apply(replace(turn, ledger=Ledger((thing,)), clause=clause, last=thing.id))
+        except Unclear:
+            raise unclear from None
+        if [each.id for each in step.ledger.things] != [thing.id] or replace(step.ledger, things=()) != Ledger():
+            raise unclear
+        known[thing.id] = step.ledger.things[0]
+        steps.append(step)
+    notes = "; ".join(step.note for step in steps)
+    return Step(replace(turn.ledger, things=tuple(known.values())), notes, turn.last)
 
 
 def _slotted(turn: Turn) -> Step | None:
@@ -358,7 +400,7 @@ def _qualified(turn: Turn, found: re.Match[str]) -> Step | None:
             raise Unclear(
                 f"What is to change by {turn.clause!r}? There are {thing.count or 'some'} {plural(thing.noun)}."
             )
-    if thing is None:
+    if thing is None or (what == "them" and thing.count == 1 and len(turn.ledger.things) > 1):
         return None
     opposite = next((each for pair in _OPPOSITES for each in (pair, pair[::-1]) if quality in each[0]), ((), ()))
     kept = [each for each in thing.qualities if each not in opposite[0] + opposite[1]]
@@ -432,8 +474,17 @@ def _without(ledger: Ledger, *gone: Thing, last: int | None = None) -> Step:
 
 
 def _moved(ledger: Ledger, relation: Relation) -> Step:
+    _check_between(ledger, (relation,))
     note = f"{ledger.thing(relation.subject).name} {relation.kind} {ledger.thing(relation.other).name}"
     return Step(replace(ledger, relations=_latest(ledger.relations, (relation,))), note, relation.subject)
+
+
+def _check_between(ledger: Ledger, moved: tuple[Relation, ...]) -> None:
+    """Raises `Unclear` where a thing would be between one thing alone."""
+    between = [each for each in moved if each.kind == "between"]
+    for subject in {each.subject for each in between}:
+        if sum(ledger.thing(each.other).count or 2 for each in between if each.subject == subject) < 2:
+            raise Unclear(f"Between which things is the {ledger.thing(subject).name} to be?")
 
 
 def _it(turn: Turn) -> Thing | None:
@@ -480,7 +531,7 @@ _OPPOSITES: Final = (
 )  # fmt: skip
 _GO = r"(?:remove|delete|take away|take out|drop|get rid of|erase|hide|leave out|lose|never mind|(?:do not|don['’]t) (?:show|draw|paint|include))"
 WRITING = "words?|text|texts|writing|letters|lettering|captions?"
-_ALL = r"(?:everything|all of (?:it|them|that)|it all|all)"
+_ALL = r"(?:everything|(?:all|both) of (?:it|them|that)|(?:it|them) (?:all|both)|all|both)"
 _Change = Callable[[Turn, "re.Match[str]"], Step | None]
 CHANGES: Final[tuple[tuple[re.Pattern[str], _Change], ...]] = tuple(
     (re.compile(pattern, re.I), change)

@@ -113,10 +113,15 @@ def without_article(phrase: str) -> str:
 
 
 def named(ledger: Ledger, text: str, last: int | None) -> str:
-    """``text`` with the name of the last thing for "it" and "them"."""
-    if last is None or not any(thing.id == last for thing in ledger.things):
+    """``text`` with the name of the last thing for "it" and "them". Of several things "them" is not a single one: there it stays, or are the only two."""
+    thing = next((each for each in ledger.things if each.id == last), None)
+    if thing is None:
         return text
-    return re.sub(r"\b(?:it|them|that one)\b", f"the {ledger.thing(last).name}", text, flags=re.I)
+    is_single = thing.count == 1 and len(ledger.things) > 1
+    if is_single and len(ledger.things) == 2:
+        both = " and ".join(f"the {each.name}" for each in ledger.things)
+        text = re.sub(r"\bbetween (?:them|both)\b", f"between {both}", text, flags=re.I)
+    return re.sub(rf"\b(?:it|that one{'' if is_single else '|them'})\b", f"the {thing.name}", text, flags=re.I)
 
 
 def parse_number(word: str) -> int:

@@ -131,15 +131,23 @@ def _changed_by(conversation: Conversation, text: str, quoted: dict[int, str]) -
     """The conversation after a turn that is not an answer."""
     plain = bare(text.strip())
     if _UNDO.search(plain) and not list(spoken_of(conversation.now, plain)):
-        found = re.search(rf"\b{NUMBER}\b", plain, re.I)
-        num = parse_number(found[0]) if found else 1
-        if not 0 < num < len(conversation.states):
-            raise UserError(f"undo: {num} changes, and there were {len(conversation.states) - 1}; undo fewer")
+        if re.search(r"\bundo\b.*\bundo\b", plain, re.I):
+            return _asking(
+                conversation, Question("What was undone cannot be brought back. What is to change?", turn=text)
+            )
+        found, there = re.search(rf"\b{NUMBER}\b", plain, re.I), len(conversation.states) - 1
+        num = parse_number(found[0]) if found else there if re.search(r"\b(?:all|everything)\b", plain, re.I) else 1
+        if there == 0:
+            raise UserError("undo: nothing was changed yet; describe the picture")
+        if not 0 < num <= there:
+            raise UserError(f"undo: the number of changes is {there}, not {num}; undo fewer")
         return Told(replace(conversation, states=conversation.states[:-num], last=None), (f"{num} taken back",))
     after, notes, ledger = conversation, list[str](), conversation.now
     if found := _ANEW.match(plain):
         plain = plain[found.end() :]
-        if not plain and ledger != Ledger():
+        if not plain and ledger == Ledger():
+            return Told(conversation, ("the picture is empty already",))
+        if not plain:
             return _asking(conversation, Question("Is everything to go?", yes="remove everything at once", turn=text))
         ledger, after = Ledger(), replace(after, last=None)
         notes.append("a new picture")

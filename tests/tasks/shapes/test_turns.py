@@ -6,7 +6,7 @@ import pytest
 
 from stretto.base.errors import UserError
 from stretto.tasks.shapes.ledger import contradictions, describe
-from stretto.tasks.shapes.turns import Conversation, tell
+from stretto.tasks.shapes.turns import Conversation, Told, tell
 
 
 def after(*turns: str) -> Conversation:
@@ -135,12 +135,57 @@ def test_a_quality_of_some_keeps_the_others(turn: str, expected: str) -> None:
         "one circle less",
         "make four circles bigger",
         "the circle should be asleep",
+        "make both circles green",
+        "undo the undo",
     ],
 )
 def test_a_turn_with_a_word_that_is_not_understood_is_asked_about(turn: str) -> None:
     before = after("a red circle right of a blue square")
     told = tell(before, turn)
     assert told.questions and told.conversation.states is before.states
+
+
+@pytest.mark.parametrize(
+    ("turn", "expected"),
+    [
+        ("make them all yellow", "A yellow circle, a yellow square and two yellow triangles."),
+        ("make all of them yellow", "A yellow circle, a yellow square and two yellow triangles."),
+        ("everything should be bigger", "A big red circle, a big blue square and two big green triangles."),
+        ("make all shapes yellow", "A yellow circle, a yellow square and two yellow triangles."),
+        ("make both triangles yellow", "A red circle, a blue square and two yellow triangles."),
+    ],
+)
+def test_a_change_of_all_things_changes_each(turn: str, expected: str) -> None:
+    assert describe(after("a red circle, a blue square and two green triangles", turn).now) == expected
+
+
+def test_both_and_them_are_the_only_two_things() -> None:
+    two = "a red circle and a blue square"
+    assert describe(after(two, "make both green").now) == "A green circle and a green square."
+    assert describe(after(two, "make all circles green").now) == "A green circle and a blue square."
+    assert describe(after("a red circle", "two blue circles", "make all circles green").now).startswith(
+        "A green circle"
+    )
+    assert describe(after(two, "put a dog between them").now) == (
+        "A red circle, a blue square and a dog. The dog is between the red circle. The dog is between the blue square."
+    )
+
+
+@pytest.mark.parametrize(
+    ("turn", "question"),
+    [
+        ("put a yellow square between them", "Which things"),
+        ("put the triangle between the circle and the dog", "There is no dog"),
+        ("put the triangle between the circle", "Between which things"),
+        ("make both green", "What is to change"),
+        ("make everything but the circle green", "What is to change"),
+        ("remove them all", "Is everything to go?"),
+    ],
+)
+def test_several_things_that_are_not_clear_are_asked_about(turn: str, question: str) -> None:
+    before = after("a red circle, a blue square and a green triangle")
+    told = tell(before, turn)
+    assert question in told.questions[0] and told.conversation.states is before.states
 
 
 def test_changes_are_undone_one_by_one_or_several() -> None:
@@ -150,6 +195,14 @@ def test_changes_are_undone_one_by_one_or_several() -> None:
     assert after(*turns, "undo the last three changes").now == after(START).now
     with pytest.raises(UserError, match="undo fewer"):
         tell(after(START), "undo the last nine")
+    assert after(*turns, "undo everything").now == Conversation().now
+    with pytest.raises(UserError, match="nothing was changed yet"):
+        tell(Conversation(), "undo everything")
+
+
+def test_starting_over_without_a_picture_changes_nothing() -> None:
+    told = tell(Conversation(), "start over")
+    assert told == Told(Conversation(), ("the picture is empty already",))
 
 
 @pytest.mark.parametrize(
