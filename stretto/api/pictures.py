@@ -189,6 +189,7 @@ def paint_command(
 
             try:
                 version = painted(ledger, order, painter, judge, images, tell)
+                tell(1.0)  # also where an earlier picture passed
             except RuntimeError as error:  # the backend failed while it painted
                 raise UserError(f"painting failed: {one_line(error)}") from error
     with replacing(out) as path:

@@ -148,6 +148,11 @@ def test_a_picture_is_painted_and_shows_what_was_asked(stretto: Command, tmp_pat
         assert picture.size == (80, 72)
 
 
+def test_painting_is_done_when_the_first_of_several_pictures_passes(stretto: Command, tmp_path: Path) -> None:
+    done = stretto("paint", "a red circle", "--images", 3, "-o", tmp_path / "a.png")
+    assert done.code == 0 and "done, 100 of 100" in f"{done}", done
+
+
 def test_a_studio_that_cannot_begin(stretto: Command, tmp_path: Path) -> None:
     (tmp_path / "conversation.json").write_text("{}")
     refused(stretto("studio", "-o", tmp_path), "contains a conversation")
