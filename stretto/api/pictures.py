@@ -176,7 +176,7 @@ def paint_command(
                 f"--size {request.width}x{request.height}: the prompt asks for {asked}; remove one of the two"
             )
         request = replace(request, width=ledger.size[0], height=ledger.size[1])
-    with open_verifier(verifier) as judge, closing(open_backend(backend, device)) as painter:
+    with open_verifier(verifier, backend) as judge, closing(open_backend(backend, device)) as painter:
         check_request(painter, request)
         order = replace(request, prompt=_written(writer, request.prompt, (request.width, request.height)))
         with progress("paint", 100) as advance:
@@ -212,9 +212,12 @@ def _written(writer: Writer, prompt: str, size: tuple[int, int]) -> str:
 
 
 @contextmanager
-def open_verifier(named: str | None) -> Iterator[Verifiers]:
-    """Verifiers of shapes and words, and of the rest by a vision model at ``URL`` or ``MODEL@URL``. Raises `UserError`: no server answers."""
-    here = ShapesVerifier(), TextVerifier()
+def open_verifier(named: str | None, backend: str) -> Iterator[Verifiers]:
+    """Verifiers of words, and of the rest by a vision model at ``URL`` or ``MODEL@URL``. Raises `UserError`: no server answers.
+
+    Only pictures of the renderer are checked for flat shapes on white: a ball that a model paints is no circle.
+    """
+    here = [ShapesVerifier(), TextVerifier()] if backend == "renderer" else [TextVerifier()]
     if named is None:
         yield Verifiers(*here)
         return
@@ -292,7 +295,7 @@ def studio_command(
     options = PaintOptions(width=size[0], height=size[1], images=images, seed=seed)
     with (
         nullcontext() if out is None else claimed(out),
-        open_verifier(verifier) as judge,
+        open_verifier(verifier, backend) as judge,
         closing(open_socket("127.0.0.1", port)) as listening,
         closing(open_backend(backend, device)) as painter,
     ):

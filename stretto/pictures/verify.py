@@ -73,17 +73,18 @@ class Verifiers:
 
 
 class ShapesVerifier:
-    """Exact check of pictures that consist of coloured shapes on white."""
+    """Exact check of pictures that consist of coloured shapes on white. Things with qualities are also left to the next verifier."""
 
     def judge(self, ledger: Ledger, picture: Image.Image) -> Verdict:
         if not is_of_shapes(ledger):
             return Verdict(left=ledger)
         faults, right = judged(ledger, see(picture))
-        return Verdict(faults, right=tuple(body.box for body in right))
+        left = Ledger(tuple(thing for thing in ledger.things if thing.qualities))
+        return Verdict(faults, left, tuple(body.box for body in right))
 
 
 def is_of_shapes(ledger: Ledger) -> bool:
-    """Whether every requirement of ``ledger`` can be drawn as a shape and read back exactly."""
+    """Whether every requirement of ``ledger``, qualities aside, can be drawn as a shape and read back exactly."""
     try:
         return drawable(ledger).num_constraints == ledger.num_constraints
     except UserError:

@@ -12,8 +12,9 @@ from typing import Any
 
 import httpx
 import pytest
-from PIL import Image
+from PIL import Image, ImageDraw
 
+from stretto.api.pictures import open_verifier
 from stretto.api.serve import ServeOptions, served_here
 from stretto.base.config import read_recipe
 from stretto.base.paths import RECIPES, claimed
@@ -183,6 +184,19 @@ def test_a_model_judges_what_is_neither_shapes_nor_words(
     assert done.code == 0 and out.exists() and all(each in text for each in told), done
     assert ("not checked" in text) == ("see pictures" in said)
     assert len(asked) == 4 * (2 if '"score": 0' in said else 1)  # circle, red, room, in
+
+
+def test_a_ball_of_another_backend_is_not_checked_as_a_circle() -> None:
+    photo = Image.new("RGB", (128, 128), "forestgreen")
+    ImageDraw.Draw(photo).ellipse((40, 40, 90, 90), "red")
+    with judging(lambda body: '{"seen": "a ball", "score": 10}') as (url, asked):
+        with open_verifier(url, "comfy:http://127.0.0.1:8188") as judge:
+            verdict = judge.judge(read("a red ball"), photo)
+        assert not verdict.faults and not verdict.unchecked and len(asked) == 2  # ball, red
+        with open_verifier(url, "renderer") as judge:
+            assert judge.judge(read("a red ball"), photo).faults and len(asked) == 2
+    with open_verifier(None, "diffusers:folder") as judge:
+        assert judge.judge(read("a red ball"), photo).unchecked == "not checked: A red ball"
 
 
 @pytest.mark.slow

@@ -39,6 +39,14 @@ def test_only_shapes_are_judged_exactly() -> None:
     assert verdict.faults and not verdict.left.num_constraints and not verdict.unchecked
 
 
+def test_sizes_and_materials_of_shapes_are_left_to_the_next_verifier() -> None:
+    asked = read("a big red circle and a blue square")
+    picture = Renderer().paint(PaintRequest("a small red circle and a blue square", 128, 128, 0))
+    verdict = ShapesVerifier().judge(asked, picture)
+    assert not verdict.faults and len(verdict.right) == 2
+    assert verdict.left.things == asked.things[:1] and verdict.unchecked == "not checked: A big red circle"
+
+
 def test_where_something_is_right() -> None:
     asked = read("a red circle left of a blue square")
     picture = Renderer().paint(PaintRequest("a red circle left of a green square", 128, 128, 3))
