@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from hashlib import blake2b
 from itertools import combinations
 from pathlib import Path
-from typing import Any, Literal, Protocol, Self
+from typing import Any, Final, Literal, Protocol, Self
 
 import numpy as np
 from pydantic import Field, model_validator
@@ -178,6 +178,9 @@ Criteria, each with the points that it gives at most (negative ones are faults, 
 {criteria}
 
 End with one line: SCORES: and the points for each criterion in order, separated by blanks."""
+_NUMBER: Final = r"[-+]?(?:\d+(?:\.\d+)?|\.\d+)"
+_NUMBERS: Final = re.compile(rf"[(\[]?{_NUMBER}(?:[\s,;]+{_NUMBER})*")
+"""A list of numbers. "3/5" and "4 out of 5" are none: they would be read as the points for two criteria."""
 _PREFER = """{criteria}
 Which answer is better? End with one line: VERDICT: A, VERDICT: B, or VERDICT: TIE where neither is."""
 
@@ -206,7 +209,8 @@ class EndpointJudge:
         question = _material(problem, {**reference, "Answer": text}) + _RATE.format(criteria=lines)
 
         def read(reply: str) -> float | None:
-            points = [float(number) for number in re.findall(r"[-+]?\d+(?:\.\d+)?", _last(reply, "SCORES") or "")]
+            line = _last(reply, "SCORES") or ""
+            points = [float(number) for number in re.findall(_NUMBER, line)] if _NUMBERS.fullmatch(line) else []
             in_range = [min(0, limit) <= each <= max(0, limit) for each, limit in zip(points, most, strict=False)]
             if len(points) != len(most) or not all(in_range):
                 return None

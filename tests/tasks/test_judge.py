@@ -137,6 +137,15 @@ def test_points_over_those_that_could_be_had(prompts: Path) -> None:
     assert (fish.reward, fish.outcome) == (0.75, Outcome.OK) and shown(asked[0])[1:] == ["A pike."]
 
 
+@pytest.mark.parametrize("said", ["1/2", "1 out of 2", "1. 1", "1 (-0)", "1 - 1", "about 1, 1"])
+def test_scores_that_are_not_a_list_of_numbers_are_asked_for_again(tmp_path: Path, said: str) -> None:
+    path = tmp_path / "plain.jsonl"
+    path.write_text('{"prompt": "Hello"}')
+    rubric = [{"criterion": each, "points": 2} for each in ("kind", "clear")]
+    with judging(lambda body: "SCORES: [.5, 1]" if len(body["messages"]) == 3 else f"SCORES: {said}") as (url, asked):
+        assert scored(source(path, url, rubric=rubric), "Hi").reward == 0.375 and len(asked) == 2
+
+
 def test_the_recipes_rubric_is_for_prompts_without(tmp_path: Path) -> None:
     path = tmp_path / "plain.jsonl"
     path.write_text('{"prompt": "Hello"}')
