@@ -97,8 +97,8 @@ def is_of_shapes(ledger: Ledger) -> bool:
 class TextVerifier:
     """Check of words by OCR with rapidocr (small PP-OCR networks inside its wheel; nothing is downloaded).
 
-    A text passes if consecutive whole words of the picture have its letters, digits and symbols in order. Case, spaces and punctuation are ignored;
-    one wrong, missing or additional letter fails.
+    A text passes if consecutive whole words of the picture have its letters, digits and symbols in order. Case, spaces and punctuation outside
+    of numbers are ignored; one wrong, missing or additional letter fails.
     """
 
     def __init__(self) -> None:
@@ -143,6 +143,9 @@ class TextVerifier:
 
 _MARK: Final = r"[\s.,;:!?'\"`´‘’‚“”„«»‹›()\-‐‑–—−…·]"
 """Spaces and punctuation, which OCR confuses."""
+_NAMES: Final = {".": "point", ",": "comma", ":": "colon"}
+"""Marks inside and before numbers, which are compared as words; all others there are a dash. "10.5" is not "105"."""
+_IN_NUMBER: Final = re.compile(r"(?<=\d)[.,:](?=\d)|(?<!\w)[.\-−](?=\d)|(?<=\d) ?[\-‐‑–—−] ?(?=\d)")
 
 
 def lines_with(text: str, lines: Sequence[str]) -> range | None:
@@ -154,7 +157,8 @@ def lines_with(text: str, lines: Sequence[str]) -> range | None:
 
 
 def _folded(text: str) -> str:
-    return unicodedata.normalize("NFKC", text).casefold()
+    plain = unicodedata.normalize("NFKC", text).casefold()
+    return _IN_NUMBER.sub(lambda found: _NAMES.get(found[0], "dash"), plain)
 
 
 # Everything else
