@@ -55,8 +55,10 @@ _DIGITS = 6
 """Largest number of digits that is read of a number."""
 MOST_CHARS = 8000
 """Largest length of a text that is read."""
-_MARK = "§"
+MARK = "§"
 """Stands for words in quotation marks."""
+_WORDS_BEFORE = re.compile(rf"\b(?:(?:the|an?) )?(?:words?|text|phrase) (?=\s*{MARK})", re.I)
+"""Nouns that name the quoted words, which are no thing beside them."""
 
 
 @dataclass(slots=True)
@@ -121,13 +123,13 @@ class Request:
     def of(cls, text: str) -> Request:
         asked, _, own = text.partition(OWN_WORDS)
         texts = tuple(next(filter(None, found.groups())) for found in QUOTED.finditer(asked))
-        bare = _LEAD.sub("", QUOTED.sub(f" {_MARK} ", asked))
+        bare = _LEAD.sub("", QUOTED.sub(f" {MARK} ", asked))
         size = _SIZE.search(bare)
         plain, unread = scoped(bare)
-        quoted = [_with_quotes(each, texts[bare[: bare.find(each)].count(_MARK) :]) for each in unread]
+        quoted = [_with_quotes(each, texts[bare[: bare.find(each)].count(MARK) :]) for each in unread]
         return cls(
             " ".join(asked.split()),
-            _SIZE.sub(" ", plain),
+            _WORDS_BEFORE.sub("", _SIZE.sub(" ", plain)),
             tuple(dict.fromkeys(texts)),
             (int(size[1]), int(size[2])) if size else None,
             (*(" ".join(each.split()) for each in quoted), *filter(None, own.split(BETWEEN))),
@@ -155,7 +157,7 @@ def _head(noun: str) -> tuple[str, bool]:
 
 def _with_quotes(sentence: str, texts: Sequence[str]) -> str:
     for each in texts:
-        sentence = sentence.replace(_MARK, f'"{each}"', 1)
+        sentence = sentence.replace(MARK, f'"{each}"', 1)
     return sentence
 
 
@@ -211,7 +213,7 @@ class _RuleReader:
         elif self.subject is not None and (verb := self._verb()):
             if self._begins_phrase():
                 self.pending = (self.subject, verb)
-            elif verb != "with":
+            elif verb != "with" and self._peek() != MARK:  # "a sign saying" some words
                 bind(self.things, self.subject, (), (verb,))
         else:
             return False

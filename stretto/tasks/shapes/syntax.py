@@ -16,7 +16,7 @@ from typing import Any, Final
 
 from stretto.tasks.shapes.ledger import Ledger, Relation, Thing, bind, refer
 from stretto.tasks.shapes.phrases import NounPhrases
-from stretto.tasks.shapes.rules import Request, check_language, read
+from stretto.tasks.shapes.rules import MARK, Request, check_language, read
 from stretto.tasks.shapes.words import (
     COLOURS,
     DEFINITE,
@@ -158,7 +158,7 @@ class _SyntaxReader:
                 self._relate(ends[:1], self.doc[at].lower_, ends[1:])
                 self.doers |= {token: ends[0] for token, id in self.ids.items() if token > at and id == ends[1]}
         for token in self.doc:
-            if token.i in phrases.deeds:
+            if token.i in phrases.deeds or MARK in token.text:
                 continue
             if token.pos_ in ("VERB", "AUX") and not any(child.dep_ == "neg" for child in token.children):
                 self._read_clause(token)
@@ -179,7 +179,7 @@ class _SyntaxReader:
         ]
         name = " ".join((*compound, alike[-1] if is_one and alike else single))  # "a red apple next to a green one"
         has_of = end < len(self.doc) and self.doc[end].lower_ in ("of", "showing") and following[0] == end + 1
-        is_of_words = self.doc[end : end + 2].text == "of §"
+        is_of_words = self.doc[end : end + 2].text == f"of {MARK}"
         if noun in MEDIA and (((has_of or is_of_words) and not self.things) or self._is_fragment(start, end)):
             self.medium.append(" ".join((*qualities, *colours, name)))
             return
@@ -216,7 +216,7 @@ class _SyntaxReader:
             tail = []
         name = " of ".join(filter(None, (name, " ".join(tail)))).replace(_HYPHEN, "-")
         tokens = range(start, following[1] if tail else end)
-        if self._is_absent(start if first is None else first, determiner):
+        if self._is_absent(start if first is None else first, determiner, count):
             if colours or qualities:  # no red cars, but perhaps others
                 self.unread.append(self.request.own)
             else:
@@ -276,8 +276,8 @@ class _SyntaxReader:
             at += 1
         return count, colours, qualities, compound, determiner
 
-    def _is_absent(self, start: int, determiner: str) -> bool:
-        """Whether "no" or "without" governs a phrase, itself or as a later part of a list."""
+    def _is_absent(self, start: int, determiner: str, count: int | None) -> bool:
+        """Whether "no" or "without" governs a phrase, itself or as a later part of a list. A number ends the list: "no chairs and two stools"."""
         if (
             determiner == "no"
             or self.doc[start].lower_ == "no"
@@ -286,6 +286,7 @@ class _SyntaxReader:
             return True
         return (
             determiner in ("", "any")
+            and count is None
             and start > 1
             and start - 1 in self.lacking
             and self.doc[start - 1].lower_ in ("or", "and", "nor")
@@ -316,6 +317,8 @@ class _SyntaxReader:
             kind = "with" if verb.lemma_ in _HAVING else gerund(verb)
             if objects:
                 self._relate(subjects, kind, objects)
+            elif self.doc[verb.i + 1 : verb.i + 2].text == MARK:  # "a sign saying" some words
+                return
             elif kind != "with" and (verb.tag_ != "VBN" or verb.dep_ == "acl"):
                 for id in subjects:
                     bind(self.things, id, (), (kind if verb.tag_ != "VBN" else verb.text.lower(),))

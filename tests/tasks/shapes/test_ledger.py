@@ -308,6 +308,27 @@ def test_a_parse_finds_the_subject_of_a_place_and_of_a_verb(text: str, relations
     assert found == relations
 
 
+@pytest.mark.parametrize("reader", [read, understand])
+@pytest.mark.parametrize(
+    ("text", "described"),
+    [
+        ('the word "HI" and a red circle', 'A red circle. The words "HI" can be read.'),
+        ('a sign saying "OPEN"', 'A sign. The words "OPEN" can be read.'),
+        (
+            'a shop with a sign that reads "OPEN"',
+            'A shop and a sign. The shop has the sign. The words "OPEN" can be read.',
+        ),
+        ("a room with no windows and one door", "A room, a door and no windows."),
+        ("no chairs and two stools", "Two stools and no chairs."),
+        ("A room, no windows and no doors.", "A room, no windows and no doors."),
+    ],
+)
+def test_both_readers_read_the_same(text: str, described: str, reader) -> None:
+    if reader is understand and parser() is None:
+        pytest.skip("spacy is not installed: pip install 'stretto[pictures]'")
+    assert describe(reader(text)) == described
+
+
 def test_a_wall_that_is_painted_has_a_colour() -> None:
     if parser() is None:
         pytest.skip("spacy is not installed: pip install 'stretto[pictures]'")
