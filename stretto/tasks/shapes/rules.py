@@ -50,7 +50,7 @@ _LEAD = re.compile(
     re.I,
 )
 """Openings of requests that name no object: "please draw me"."""
-_WORD = re.compile(r"[^\W\d_]+(?:['’-][^\W\d_]+)*|\d+[^\W\d_]*|\S")
+_WORD = re.compile(r"[^\W\d_]+(?:['’-][^\W\d_]+)*|\d+[^\W\d_]*(?:-[^\W\d_]+)*|\S")
 _DIGITS = 6
 """Largest number of digits that is read of a number."""
 MOST_CHARS = 8000
@@ -464,8 +464,9 @@ def unkept(ledger: Ledger, text: str, reader: Callable[[str], Ledger] = read) ->
 
 
 def _spelled(text: str) -> str:
-    """The words of ``text`` without sizes and marks."""
-    return " ".join(_WORD.findall(_SIZE.sub(" ", text.lower()).replace("’", "'"))).rstrip(".!? ")
+    """The words of ``text`` without sizes, quotation marks and marks at its end."""
+    words = _WORD.findall(_SIZE.sub(" ", text.lower()).replace("’", "'"))
+    return " ".join(word for word in words if word not in "\"'“”‘«»「」『』").rstrip(".!? ")
 
 
 def _likeness(thing: Thing, other: Thing) -> tuple[int, int, int]:

@@ -1,4 +1,4 @@
-"""Negations, quantifiers and comparisons in a request: written as words that the readers of the ledger know, or left unread.
+"""Negations, quantifiers, comparisons and alternatives in a request, and places without a second object: written as words that the readers know, or unread.
 
 The readers take every noun for a demand, so an operator that they do not know would turn "at least five ducks" into five ducks. `scoped`
 therefore runs before them. It rewrites what has a plain form ("neither a dog nor a cat": no dog, no cat). Of what has none it removes the
@@ -10,11 +10,18 @@ from __future__ import annotations
 import re
 from typing import Final
 
-from stretto.tasks.shapes.words import COLOURS, NUMBERS
+from stretto.tasks.shapes.words import COLOURS, NUMBERS, QUALITIES
 
 _COLOUR: Final = rf"(?:{'|'.join(sorted(COLOURS))})"
+_QUALITY: Final = rf"(?:{'|'.join(sorted(COLOURS | QUALITIES))})"
 _SMALL: Final = rf"(?:\d+|{'|'.join(word for word in NUMBERS if word not in ('zero', 'single', 'both'))})"
 _MANY: Final = r"(?:hundreds?|thousands?|dozens?|twenty|thirty|forty|fifty|\d\d+)"
+_TENS: Final = "(?:twenty|thirty|forty|fifty|sixty|seventy|eighty|ninety)"
+_SIDE: Final = r"(?:(?:far|very|upper|lower|top|bottom)[ -])*(?:left|right|top|bottom|middle|cent(?:er|re)|corner)(?:[ -]hand(?= side))?"
+_DETERMINER: Final = rf"(?:either|an?|the|some|any|his|her|their|its|{_SMALL})"
+_NOUNS: Final = (
+    rf"(?:{_DETERMINER}(?: (?!(?:and|or|with|in|on|at|of|by|near|under|over|behind)\b)[\w-]+){{1,4}}|[\w-]+)"
+)
 _BE: Final = r"(?:is|are|was|were|be)"
 _REST: Final = r"[^,.;:!?]*"
 """The rest of a clause, which is the scope of an operator without a plain form."""
@@ -35,6 +42,10 @@ _PLAIN: Final = (
         "without",
     ),
     (rf"\b(?:exactly|precisely|just|only) (?={_SMALL}\b|an?\b)", ""),
+    (r"\bhalf a dozen\b", "six"),
+    (r"\b(?:dozens|hundreds|thousands|millions) of\b", "several"),
+    (rf"\b(an?(?: {_QUALITY})*) ((?!single|dozen|\d{{4}}){_SMALL}) (?!(?:and|or|to|of|more|in|on)\b)(?=[a-z])", r"\1 \2-"),  # "a two story house"
+    (rf"\b({_COLOUR})-and-({_COLOUR})\b", r"\1 and \2"),
     (rf",? all (?:of (?:them|which) )?(?={_COLOUR}\s*(?:[,.;]|$))", " that are "),  # "six roses, all red"
 )  # fmt: skip
 _UNREAD: Final = (
@@ -43,8 +54,21 @@ _UNREAD: Final = (
         rf"almost|nearly)\s+(?:an?\s+)?(?:{_SMALL}|{_MANY})\b|\b(?:over|around|under)\s+(?:an?\s+)?{_MANY}\b(?: of\b)?",
         "several",
     ),
+    (
+        rf"\b(?:{_SMALL}|several)[ -]dozen\b|\b(?:an?|{_SMALL}|several)[ -](?:hundred|thousand|million)\b|\b{_TENS}[ -]{_SMALL}\b",
+        "several",
+    ),
     (rf"\b{_SMALL}\s+(?:or|to)\s+{_SMALL}\b(?=\s+[a-z])|\b\d+\s*[-–]\s*\d+\b(?=\s+[a-z])", "several"),
     (r"\b(?:more|fewer|less) ([\w\s-]+?) than (?=\w+s\b)|\b(?:\w+ )?as (?:many|much) ([\w\s-]+?) as\b", r"some \1\2 and some "),
+    (rf"\b{_QUALITY} or {_QUALITY}\b", ""),
+    (rf",? ?\b(?:no|without)(?: [\w-]+){{1,3}}(?:, [\w-]+(?: [\w-]+)?){{1,5}},? or\b{_REST}", ""),
+    (rf"^(?=.* or )(?!.*\b(?:no|nor|without|whether)\b.* or )(.*?)\b{_NOUNS}(?:, {_NOUNS}){{0,5}},? or \b.*?(?=[.;:!?]|$)", r"\1"),
+    (  # places without another object: "on the left", "in the top left corner of the picture"
+        rf",? ?\b(?:from left to right|on top(?! of)|(?:in|on|at|to|near|from) (?:the|its|his|her|their) {_SIDE}"
+        r"(?: (?:side|half|corner|edge|third))?(?: of the (?:picture|image|photo|frame|scene|canvas))?"
+        rf"(?! of)(?=\s*(?:[,.;:!?]|$|(?:and|{_BE}|an?|the|with|one|two|three|[\w-]+ing (?:an?|the|his|her|at|to))\b)))",
+        "",
+    ),
     (rf"\b(?:half|most|many|few|none|some|all)\s+of\s+(?:the\s+)?({_SMALL} )?([\w-]+s)\s+{_BE}\b{_REST}", r"some \2"),
     (rf"\bthe \w+est of (?:the )?({_SMALL} [\w-]+)\b{_REST}", r"\1"),
     (rf"[,:]?\s*\b(?:only )?(?:{_SMALL}|some|half|most|many|each|none|all|both) of (?:them|which|whom|these|those)\b{_REST}", ""),

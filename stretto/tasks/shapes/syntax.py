@@ -240,7 +240,7 @@ class _SyntaxReader:
     def _modifiers(self, head: Any, before: Sequence[Any]) -> tuple[int | None, list[str], list[str], list[str], str]:
         """Count, colours, qualities, words of a compound noun and determiner of a phrase."""
         count, colours, qualities, compound, determiner = None, list[str](), list[str](), list[str](), ""
-        words = [token.text.lower() for token in before]
+        words = [token.text.lower().replace(_HYPHEN, "-") for token in before]
         at = 0
         while at < len(words):
             token, word = before[at], words[at]

@@ -17,12 +17,19 @@ COLOURS: Final = word_set(
 SHADES = word_set("light dark pale deep bright")
 NUMBER_WORDS: Final = (
     "zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve",
+    "thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen", "twenty",
 )  # fmt: skip
 NUMBERS: Final = {word: number for number, word in enumerate(NUMBER_WORDS)} | {
     "single": 1,
     "both": 2,
     "dozen": 12,
-    "twenty": 20,
+    "thirty": 30,
+    "forty": 40,
+    "fifty": 50,
+    "sixty": 60,
+    "seventy": 70,
+    "eighty": 80,
+    "ninety": 90,
 }
 INDEFINITE = word_set("a an another some several many few any")
 DEFINITE = word_set("the this that these those its his her their my your our")
