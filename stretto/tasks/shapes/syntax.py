@@ -82,6 +82,8 @@ _PLACED: Final = word_set("parked seated placed located situated positioned set 
 """Participles after which "by" names a place: "parked by a door"."""
 _HYPHEN: Final = "\u2011"
 """Non-breaking hyphen, at which spaCy's tokenizer does not split."""
+_JOINED: Final = {"teddy bear": "teddybear", "t-shirt": "tshirt"}
+"""Names that are joined for the parse, which takes the bear for a verb and the T-shirt for a number."""
 _NOTHING: Final = -1
 _HAVING: Final = frozenset(["have", "contain", "include", "feature"])
 
@@ -110,7 +112,8 @@ def understand(text: str, first_id: int = 0) -> Ledger:
     request = Request.of(text)
     plain = re.sub(r"(?<!the )\b(?=(?:left|right) of\b)", "to the ", request.plain)  # else "left" is parsed as a verb
     plain = re.sub(r"\bclose (?=up (?:of|photo|shot|view|picture|image)\b)", "close-", plain, flags=re.I)
-    plain = re.sub(r"\bteddy bear(?=s?\b)", "teddybear", plain)  # else "bear" is parsed as a verb
+    for name, joined in _JOINED.items():
+        plain = re.sub(rf"\b{name}(?=s?\b)", joined, plain, flags=re.I)
     plain = re.sub(r"(?<=\w)-(?=\w)", _HYPHEN, " ".join(plain.split()))
     found = _SyntaxReader(pipeline(plain), request).ledger()
     things = tuple(replace(each, id=each.id + first_id) for each in found.things)
@@ -168,7 +171,7 @@ class _SyntaxReader:
 
     def _read_phrase(self, start: int, end: int, following: tuple[int, int], first: int | None = None) -> None:
         head = self.doc[end - 1]
-        noun = head.lower_.replace(_HYPHEN, "-").replace("teddybear", "teddy bear")
+        noun = _spelled(head)
         is_one = noun in ("one", "ones")
         before = self.doc[start : end - 1]
         count, colours, qualities, compound, determiner = self._modifiers(head, before)
@@ -240,7 +243,7 @@ class _SyntaxReader:
     def _modifiers(self, head: Any, before: Sequence[Any]) -> tuple[int | None, list[str], list[str], list[str], str]:
         """Count, colours, qualities, words of a compound noun and determiner of a phrase."""
         count, colours, qualities, compound, determiner = None, list[str](), list[str](), list[str](), ""
-        words = [token.text.lower().replace(_HYPHEN, "-") for token in before]
+        words = [_spelled(token) for token in before]
         at = 0
         while at < len(words):
             token, word = before[at], words[at]
@@ -385,6 +388,8 @@ class _SyntaxReader:
             return subjects, [self.ids.get(place.phrase.start - 1, near)]
         if not any(each.pos_ == "PRON" for each in place.objects):
             return subjects, others
+        while start > 1 and self.doc[start].lower_ in (",", "and"):  # "with a cup, a plate, and a fork on it"
+            _, start = self._before(start - (self.doc[start - 1].lower_ == ","))
         if self.doc[start].lower_ == "with" and place.objects[0].lower_ in ("it", "them"):  # "a table with a cup on it"
             holder, _ = self._before(start)
             is_only = not {*self.ids.values()} & {*range(holder)} or place.kind not in _VAGUE_PLACES
@@ -582,6 +587,14 @@ class _SyntaxReader:
         if token.dep_ == "nsubj" and above and above[0] != _NOTHING:  # "a bird that sings although it is in a cage"
             return above[0]
         return None
+
+
+def _spelled(token: Any) -> str:
+    """A word as the request spells it, in lower case."""
+    word = str(token.lower_).replace(_HYPHEN, "-")
+    for name, joined in _JOINED.items():
+        word = word.replace(joined, name)
+    return word
 
 
 def _kind(phrase: Any) -> str:
