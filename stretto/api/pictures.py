@@ -28,7 +28,7 @@ from stretto.pictures.backend import Backend, Control, Lora, PaintRequest, check
 from stretto.pictures.enhance import Enhanced, Wording, default_wording, enhance, is_enhancer, readable, suffixed
 from stretto.pictures.renderer import Renderer
 from stretto.pictures.studio import CONVERSATION_FILE, Studio, create_studio
-from stretto.pictures.verify import EndpointVerifier, ShapesVerifier, TextVerifier, Verifiers
+from stretto.pictures.verify import EndpointVerifier, ShapesVerifier, TextVerifier, Verifier, Verifiers
 from stretto.runtime.runtime import to_end
 from stretto.server.client import ApiFailure, Client
 from stretto.server.server import open_socket
@@ -217,7 +217,7 @@ def open_verifier(named: str | None, backend: str) -> Iterator[Verifiers]:
 
     Only pictures of the renderer are checked for flat shapes on white: a ball that a model paints is no circle.
     """
-    here = [ShapesVerifier(), TextVerifier()] if backend == "renderer" else [TextVerifier()]
+    here: list[Verifier] = [ShapesVerifier(), TextVerifier()] if backend == "renderer" else [TextVerifier()]
     if named is None:
         yield Verifiers(*here)
         return
