@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import math
 import os
+import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -200,7 +201,11 @@ class Scores(Tabled, Sequence[Score]):
 
 
 class Model:
-    """A checkpoint and all of its sizes. `stretto.load` opens one. The weights are read at the first use."""
+    """A checkpoint and all of its sizes. `stretto.load` opens one. The weights are read at the first use.
+
+    Several threads may use one model: calls of `generate` and `chat` take turns. While a `stream` is open, both and a second `stream`
+    raise `UserError`.
+    """
 
     def __init__(self, source: str | os.PathLike[str], device: str = "auto", dtype: str | None = None):
         """Open the run or checkpoint folder ``source``; ``device`` and ``dtype`` are those of `load`.
@@ -219,6 +224,9 @@ class Model:
             raise UserError(f"dtype {dtype}: unknown; use {', '.join(DTYPES)}")
         default = torch.float32 if self.device.type == "cpu" else torch.bfloat16
         self.dtype = DTYPES[dtype] if dtype is not None else default
+        self._turn = threading.Lock()
+        """Held by the thread that uses the engine; a stream holds it only while it opens, and sets ``_is_streaming`` until its end."""
+        self._is_streaming = False
 
     def __fspath__(self) -> str:
         """The run or checkpoint folder, so that a model is a path, too."""
@@ -331,7 +339,17 @@ class Model:
             raise UserError("prompt: needs a text")
         check_text(prompt, "prompt")
         ids = self.tokenizer.document(prompt)
-        return stream(self._idle_engine(), ids, self.subnet(subnet), _sampling(sampling))
+        self._require_no_stream()
+        return self._pieces(ids, self.subnet(subnet), _sampling(sampling))
+
+    def _pieces(self, ids: list[int], subnet: Subnet, sampling: Sampling) -> Iterator[str]:
+        with self._turn:
+            self._require_no_stream()  # one may have opened before this one was read
+            engine, self._is_streaming = self._engine, True
+        try:
+            yield from stream(engine, ids, subnet, sampling)
+        finally:
+            self._is_streaming = False
 
     @user_errors
     def chat(
@@ -367,26 +385,27 @@ class Model:
         sampling: Sampling,
         visible_ids: frozenset[int] = frozenset(),
     ) -> list[Completion]:
-        engine = self._idle_engine()
         requests = [
             Request(f"model-{number}", tuple(ids), sampling, Phases(subnet), visible_ids=visible_ids)
             for number, ids in enumerate(prompts)
         ]
-        try:
-            done = engine.generate(requests)
-        finally:  # after an error or an interrupt, the engine must be idle again
-            for request in requests:
-                engine.abort(request.id)
+        with self._turn:
+            self._require_no_stream()
+            engine = self._engine
+            try:
+                done = engine.generate(requests)
+            finally:  # after an error or an interrupt, the engine must be idle again
+                for request in requests:
+                    engine.abort(request.id)
         for each in done:
             if each.error is not None:
                 raise UserError(f"generate: the engine could not finish this request: {each.error}")
         return done
 
-    def _idle_engine(self) -> Engine:
-        """The engine. Raises `UserError`: it generates the text of an open `stream`, whose pieces another request would take."""
-        if self._engine.has_work:
-            raise UserError("stream: the last one is not finished; read it to its end, or close it")
-        return self._engine
+    def _require_no_stream(self) -> None:
+        """Raises `UserError`: a `stream` is open, whose pieces another request would take."""
+        if self._is_streaming:
+            raise UserError("a stream of this model is open; read it to its end, or close it")
 
     @user_errors
     @torch.no_grad()

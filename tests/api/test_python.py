@@ -8,8 +8,10 @@ import re
 import shutil
 import subprocess
 import sys
+import threading
 import tomllib
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -293,6 +295,28 @@ def test_an_open_stream_keeps_its_pieces_and_a_closed_one_is_forgotten(served_ru
     for _ in fresh.stream(PROMPT, max_tokens=12):
         break
     assert "".join(fresh.stream(PROMPT, max_tokens=12)) == whole
+
+
+def test_of_two_streams_the_second_to_be_read_is_refused(served_run: Path) -> None:
+    fresh = stretto.load(served_run, device="cpu")
+    first, second = (fresh.stream(PROMPT, max_tokens=12) for _ in range(2))
+    begun = next(first)
+    with pytest.raises(UserError, match="a stream of this model is open"):
+        next(second)
+    assert begun + "".join(first) == fresh.generate(PROMPT, max_tokens=12).text
+
+
+def test_threads_take_turns_at_a_model(served_run: Path) -> None:
+    prompts = [f"line {number}: " for number in range(8)]
+    alone = [stretto.load(served_run, device="cpu").generate(prompt, max_tokens=6).text for prompt in prompts]
+    fresh, together = stretto.load(served_run, device="cpu"), threading.Barrier(8)
+
+    def text(prompt: str) -> str:
+        together.wait()
+        return [fresh.generate(prompt, max_tokens=6).text for _ in range(4)][-1]
+
+    with ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(text, prompts)) == alone
 
 
 def test_from_text_to_a_small_model(tmp_path: Path, text: Path) -> None:
