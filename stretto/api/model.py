@@ -213,10 +213,12 @@ class Model:
         Raises:
             UserError: there is no such checkpoint, or it is not supported.
         """
-        self.source = user_path(source, "source")
+        self.given = user_path(source, "source")
         """The run or checkpoint folder, as given."""
-        self.folder = checkpoint_folder(self.source)
-        """The checkpoint folder."""
+        self.folder = checkpoint_folder(self.given).absolute()
+        """The absolute path of the checkpoint folder."""
+        self.source = self.given.absolute()
+        """The absolute path of the run or checkpoint folder, so that the model works after `os.chdir`, too."""
         self.config: ModelConfig = read_config(self.folder)
         """Shape of the full network."""
         self.device = join(device).device
@@ -513,10 +515,10 @@ class Model:
 
     def __repr__(self) -> str:
         total = count(self.config, self.config.full()).total_params
-        return f"Model({str(self.source)!r}, {params(total)} parameters, sizes: {', '.join(self.subnets)})"
+        return f"Model({str(self.given)!r}, {params(total)} parameters, sizes: {', '.join(self.subnets)})"
 
     def _repr_html_(self) -> str:
-        return f"<p><b>{escape(self.name)}</b> <code>{escape(str(self.folder))}</code></p>{self.subnets._repr_html_()}"
+        return f"<p><b>{escape(self.name)}</b> <code>{escape(str(self.given))}</code></p>{self.subnets._repr_html_()}"
 
 
 @user_errors

@@ -8,6 +8,7 @@ from typing import Annotated
 from typer import Option
 
 import stretto
+from stretto.base.paths import checkpoint_folder
 from stretto.cli.launch import launch, without_launch
 from stretto.cli.options import (
     Device,
@@ -67,8 +68,9 @@ def sft(
     result = stretto.sft(**options)
     from stretto.api.train import command_to_try
 
-    hint = f"stretto report {result.source}; " if data else ""
-    say(f"checkpoint: {result.folder}\nnext: {hint}{command_to_try(result.source)}")
+    run = result.given
+    hint = f"stretto report {run}; " if data else ""
+    say(f"checkpoint: {checkpoint_folder(run)}\nnext: {hint}{command_to_try(run)}")
 
 
 def merge(
@@ -101,7 +103,7 @@ def merge(
     each = [part.strip() for part in weights.split(",")] if weights is not None else []
     values = {"scale": scale, "density": density, "t": t, "seed": seed}
     result = stretto.merge(method, models, out, base=base, weights=each, force=force, **values)
-    say(f"checkpoint: {result.folder}")
+    say(f"checkpoint: {checkpoint_folder(result.given)}")
 
 
 Suites = Annotated[

@@ -10,6 +10,7 @@ from typer import Option
 
 import stretto
 from stretto.base.errors import UserError
+from stretto.base.paths import checkpoint_folder
 from stretto.base.track import wide_console
 from stretto.cli.launch import launch, without_launch
 from stretto.cli.options import (
@@ -75,7 +76,7 @@ def pretrain(
         parsed = options["recipe"]
         launch(ranks, max_restarts, device, parsed.train.ep if isinstance(parsed, PretrainRecipe) else 1)
     result = stretto.pretrain(**options | {"out": out or Path("runs") / recipe.stem})
-    _say_next(result.source)
+    _say_next(result.given)
 
 
 def adopt(
@@ -120,9 +121,9 @@ def adopt(
 
     for name, subnet in result.subnets.items():
         say(f"{name}: {subnet.label()}")
-    run = result.source
+    run = result.given
     say(
-        f"checkpoint: {result.folder}\nnext: {command_to_try(run)}; stretto elasticize {run} --data …; stretto search {run}"
+        f"checkpoint: {checkpoint_folder(run)}\nnext: {command_to_try(run)}; stretto elasticize {run} --data …; stretto search {run}"
     )
 
 
@@ -165,7 +166,7 @@ def elasticize(
     if ranks is not None:
         launch(ranks, max_restarts, device, options["recipe"].train.ep)
     result = stretto.elasticize(**options)
-    _say_next(result.source)
+    _say_next(result.given)
 
 
 def tokenize(
@@ -304,7 +305,7 @@ def heal(
     if ranks is not None:
         launch(ranks, max_restarts, device, options["recipe"].train.ep)
     result = stretto.heal(options.pop("source"), **options)
-    say(f"checkpoint: {result.folder}")
+    say(f"checkpoint: {checkpoint_folder(result.given)}")
 
 
 def quantise(
@@ -342,7 +343,7 @@ def quantise(
     """
     options = locals()
     check_exists(source)
-    written = stretto.quantise(options.pop("source"), **options).source
+    written = stretto.quantise(options.pop("source"), **options).given
     from stretto.api.train import command_to_try
 
     say(f"checkpoint: {written}\nnext: {command_to_try(written)}; stretto extract {written} --subnet PRESET -o SMALL")
@@ -480,7 +481,6 @@ def demo(
 
 def _say_next(run: Path) -> None:
     """Print the path of the checkpoint and the next commands, with limits of the search that the network can meet."""
-    from stretto.base.paths import checkpoint_folder
     from stretto.model.checkpoint import read_config
     from stretto.subnets.space import reachable_limits
 

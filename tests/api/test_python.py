@@ -297,6 +297,19 @@ def test_an_open_stream_keeps_its_pieces_and_a_closed_one_is_forgotten(served_ru
     assert "".join(fresh.stream(PROMPT, max_tokens=12)) == whole
 
 
+def test_a_model_opened_by_a_relative_path_works_in_another_folder(
+    served_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(served_run)
+    opened = stretto.load("checkpoint", device="cpu")
+    assert repr(opened).startswith("Model('checkpoint'")
+    monkeypatch.chdir(tmp_path)
+    assert opened.generate(PROMPT, max_tokens=2).token_ids
+    small = stretto.extract(opened, "corner", "small")
+    assert small.config.num_layers == len(opened.subnet("corner").layers) and small.folder == tmp_path / "small"
+    assert opened.run == served_run and os.fspath(opened) == str(served_run / "checkpoint")
+
+
 def test_of_two_streams_the_second_to_be_read_is_refused(served_run: Path) -> None:
     fresh = stretto.load(served_run, device="cpu")
     first, second = (fresh.stream(PROMPT, max_tokens=12) for _ in range(2))
