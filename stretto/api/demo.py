@@ -42,6 +42,7 @@ from stretto.base.paths import (
     RECIPES,
     checkpoint_folder,
     claimed,
+    quoted,
     remove,
     require_writable,
     write_json,
@@ -134,12 +135,12 @@ def demo_command(run: Path, fresh: bool = False, post: bool = False) -> None:
     say(
         f"report: {page}\n"
         f"small model: {run / 'hf'} (transformers, vLLM, SGLang), {run / 'model.gguf'} (llama.cpp)\n"
-        f"serve every size, with a web page to try them: {command} serve {run}"
+        f"serve every size, with a web page to try them: {command} serve {quoted(run)}"
     )
     if trained is not None:
-        say(f"serve the post-trained small model: {command} serve {trained}")
+        say(f"serve the post-trained small model: {command} serve {quoted(trained)}")
     else:
-        say(f"post-train the small model: {command} demo --post -o {run}")
+        say(f"post-train the small model: {command} demo --post -o {quoted(run)}")
 
 
 def run_stages(run: Path, stages_of: Callable[[Path], Sequence[Stage]], first: str, fresh: bool) -> str:
@@ -170,7 +171,7 @@ def run_stages(run: Path, stages_of: Callable[[Path], Sequence[Stage]], first: s
             console.rule(f"[bold]{number}/{len(stages)}[/bold]  {stage.title}" + ("  (done before)" if done else ""))
             if not done:
                 stage.work()
-    return "stretto" if shutil.which("stretto") else os.path.relpath(Path(sys.executable).parent / "stretto")
+    return "stretto" if shutil.which("stretto") else quoted(os.path.relpath(Path(sys.executable).parent / "stretto"))
 
 
 def _is_marked(run: Path, first: str) -> bool:
@@ -332,8 +333,8 @@ def demo_smol_command(run: Path, fresh: bool = False) -> None:
     console.print(samples_table(read_samples(run), "Ten questions answered at each size, greedy"))
     say(f"report: {report_command(run, quiet=False)}")
     say(
-        f"\nchat with the small model: {command} chat {run / 'healed'}"
-        f"\nserve every size of the large model, with a web page to try them: {command} serve {run}"
+        f"\nchat with the small model: {command} chat {quoted(run / 'healed')}"
+        f"\nserve every size of the large model, with a web page to try them: {command} serve {quoted(run)}"
     )
 
 

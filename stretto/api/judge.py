@@ -17,7 +17,7 @@ from stretto.base.config import validate, validate_options
 from stretto.base.endpoint import served_name
 from stretto.base.errors import UserError
 from stretto.base.numbers import counted, duration, percent
-from stretto.base.paths import checkpoint_folder, remove, replacing
+from stretto.base.paths import checkpoint_folder, quoted, remove, replacing
 from stretto.base.track import progress, say, wide_console
 from stretto.evals.ranker import (
     FEATURES,
@@ -98,7 +98,7 @@ def train_command(
     record = save_judge(out, reader, head, part, seed, originals, read_KNSF[0])
     remove(kept)
     summary = f"{out}: judge {record.name}, of {len(originals)} passages by {len(record.authors)} authors"
-    sys.stdout.write(f"{summary}\nA local judge {record.scope}.\nnext: stretto judge calibrate {out}\n")
+    sys.stdout.write(f"{summary}\nA local judge {record.scope}.\nnext: stretto judge calibrate {quoted(out)}\n")
     return record
 
 
@@ -120,7 +120,7 @@ def train_on_ratings(model: Path, rated: Path, out: Path, part: Part, device: st
     summary = (
         f"{out}: judge {record.name}, of {ratings.num_texts} rated texts by {ratings.num_authors} authors; {above}"
     )
-    sys.stdout.write(f"{summary}\nThis judge {record.scope}.\nnext: stretto judge serve {out}\n")
+    sys.stdout.write(f"{summary}\nThis judge {record.scope}.\nnext: stretto judge serve {quoted(out)}\n")
     return record
 
 

@@ -16,7 +16,7 @@ from stretto.api.search import read_search, warn_if_far_off
 from stretto.api.train import held_out
 from stretto.base.config import validate
 from stretto.base.errors import UserError, user_errors
-from stretto.base.paths import CHECKPOINT, LATENCY_FILE, checkpoint_folder, read_json
+from stretto.base.paths import CHECKPOINT, LATENCY_FILE, checkpoint_folder, quoted, read_json
 from stretto.base.records import (
     LINEAGE_FILE,
     Family,
@@ -218,10 +218,10 @@ def gather(run: Path, controls: Sequence[Path] = ()) -> ReportData:
     models = _models(run, lineage)
     healed = _find_healed(models, batches, str(ranks.device))
     newest = healed[-1].lineage if healed else lineage
-    commands = [("Serve all sizes, with a web page", f"stretto serve {run}")]
+    commands = [("Serve all sizes, with a web page", f"stretto serve {quoted(run)}")]
     if (post_trained := last_result(run / POST)) is not None:
         newest = read_lineage(post_trained)
-        commands.insert(0, ("Serve the small model after post-training", f"stretto serve {post_trained}"))
+        commands.insert(0, ("Serve the small model after post-training", f"stretto serve {quoted(post_trained)}"))
     # without padding, as the cost ledger counts tokens
     num_tokens = lineage.receipt.tokens if lineage else recipe.train.steps * recipe.train.rows * recipe.train.seq_len
     mixture = lineage.config.get("mixture", {}) if lineage else {}

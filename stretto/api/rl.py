@@ -24,7 +24,7 @@ from stretto.base.config import (
     validate,
 )
 from stretto.base.errors import UserError, user_errors
-from stretto.base.paths import checkpoint_folder, read_json, remove, require_apart, write_json
+from stretto.base.paths import checkpoint_folder, quoted, read_json, remove, require_apart, write_json
 from stretto.base.records import find_lineage
 from stretto.base.track import progress, require_wandb, say
 from stretto.evals.ranker import scope_of
@@ -261,7 +261,7 @@ def _run(
         f"held-out reward {result.first_reward:.3f} → {result.last_reward:.3f}, "
         f"KL to the start {result.moved:.3g} nats per token\ncheckpoint: {result.checkpoint}\n"
         f"execution trace: {folder / 'trace.json'} (ui.perfetto.dev, chrome://tracing)\n"
-        f"next: {command_to_try(result.checkpoint)}; tensorboard --logdir {folder}"
+        f"next: {command_to_try(result.checkpoint)}; tensorboard --logdir {quoted(folder)}"
     )
     from stretto.report.rl import report_rl_run
 

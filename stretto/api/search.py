@@ -21,6 +21,7 @@ from stretto.base.paths import (
     LATENCY_FILE,
     RUN_FILE,
     checkpoint_folder,
+    quoted,
     read_json,
     require_apart,
     require_new,
@@ -240,7 +241,7 @@ def best_subnet(source: Path, config: ModelConfig) -> Subnet:
             if _search_file(source).is_file()
             else "no search has been made here"
         )
-        raise UserError(f"{source}: --subnet best: {problem}; run `stretto search {source}` first")
+        raise UserError(f"{source}: --subnet best: {problem}; run `stretto search {quoted(source)}` first")
     return check_subnet(config, found.result.chosen.subnet)
 
 

@@ -15,7 +15,7 @@ import torch
 from stretto.base.config import check_unchanged
 from stretto.base.errors import UserError
 from stretto.base.numbers import size_in_bytes
-from stretto.base.paths import CHECKPOINT, RUN_FILE, checkpoint_folder, claimed, remove, write_json
+from stretto.base.paths import CHECKPOINT, RUN_FILE, checkpoint_folder, claimed, quoted, remove, write_json
 from stretto.base.records import find_lineage, history
 from stretto.base.track import Tracker, say
 from stretto.data.loader import Batch, Loader, eval_batches
@@ -284,8 +284,8 @@ def command_to_try(place: Path) -> str:
     """The command by which a user tries the run or checkpoint ``place``: `stretto generate` where it has no chat template."""
     folder = checkpoint_folder(place)
     if (folder / "tokenizer.json").is_file() and load_tokenizer(folder).chat_template is not None:
-        return f"stretto chat {place}"
-    return f"stretto generate {place} --prompt …"
+        return f"stretto chat {quoted(place)}"
+    return f"stretto generate {quoted(place)} --prompt …"
 
 
 def kept_checkpoint(run: Path) -> Path:

@@ -8,6 +8,7 @@ import fcntl
 import json
 import os
 import secrets
+import shlex
 import shutil
 import socket
 from collections.abc import Iterator
@@ -49,6 +50,11 @@ def expanded(given: str | os.PathLike[str], name: str) -> str:
 def user_path(given: str | os.PathLike[str], name: str) -> Path:
     """`expanded` as a path."""
     return Path(expanded(given, name))
+
+
+def quoted(path: Path | str) -> str:
+    """``path`` as a shell reads it in a command that is printed for the user: in quotes where it needs them."""
+    return shlex.quote(str(path))
 
 
 def checkpoint_folder(path: Path | str) -> Path:

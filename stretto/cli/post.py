@@ -8,7 +8,7 @@ from typing import Annotated
 from typer import Option
 
 import stretto
-from stretto.base.paths import checkpoint_folder
+from stretto.base.paths import checkpoint_folder, quoted
 from stretto.cli.launch import launch, without_launch
 from stretto.cli.options import (
     Device,
@@ -69,7 +69,7 @@ def sft(
     from stretto.api.train import command_to_try
 
     run = result.given
-    hint = f"stretto report {run}; " if data else ""
+    hint = f"stretto report {quoted(run)}; " if data else ""
     say(f"checkpoint: {checkpoint_folder(run)}\nnext: {hint}{command_to_try(run)}")
 
 

@@ -10,7 +10,7 @@ from typer import Option
 
 import stretto
 from stretto.base.errors import UserError
-from stretto.base.paths import checkpoint_folder
+from stretto.base.paths import checkpoint_folder, quoted
 from stretto.base.track import wide_console
 from stretto.cli.launch import launch, without_launch
 from stretto.cli.options import (
@@ -123,7 +123,8 @@ def adopt(
         say(f"{name}: {subnet.label()}")
     run = result.given
     say(
-        f"checkpoint: {checkpoint_folder(run)}\nnext: {command_to_try(run)}; stretto elasticize {run} --data …; stretto search {run}"
+        f"checkpoint: {checkpoint_folder(run)}\nnext: {command_to_try(run)}; "
+        f"stretto elasticize {quoted(run)} --data …; stretto search {quoted(run)}"
     )
 
 
@@ -242,7 +243,7 @@ def search(
     found = stretto.search(limits.pop("run"), options=SearchOptions(seed=limits.pop("seed")), **limits)
     for line in found.result.summary():
         say(line)
-    say(f"next: stretto extract {run} --subnet best -o OUT")
+    say(f"next: stretto extract {quoted(run)} --subnet best -o OUT")
 
 
 def extract(
@@ -267,7 +268,7 @@ def extract(
     say(
         f"{out}: {extracted.num_tokens} tokens compared, logits differ by {extracted.difference:.1e} (tolerance {extracted.tolerance:.1e})"
     )
-    say(f"next: stretto heal {out} --data … -o HEALED")
+    say(f"next: stretto heal {quoted(out)} --data … -o HEALED")
 
 
 def heal(
@@ -346,7 +347,8 @@ def quantise(
     written = stretto.quantise(options.pop("source"), **options).given
     from stretto.api.train import command_to_try
 
-    say(f"checkpoint: {written}\nnext: {command_to_try(written)}; stretto extract {written} --subnet PRESET -o SMALL")
+    say(f"checkpoint: {written}")
+    say(f"next: {command_to_try(written)}; stretto extract {quoted(written)} --subnet PRESET -o SMALL")
 
 
 def export(
@@ -487,4 +489,4 @@ def _say_next(run: Path) -> None:
     folder = checkpoint_folder(run)
     limits = reachable_limits(read_config(folder))
     options = f"--max-total {limits.max_total} --max-active {limits.max_active}"
-    say(f"checkpoint: {folder}\nnext: stretto latency {run}; stretto search {run} {options}")
+    say(f"checkpoint: {folder}\nnext: stretto latency {quoted(run)}; stretto search {quoted(run)} {options}")

@@ -21,13 +21,13 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from shlex import quote
 from typing import Any, Protocol
 
 import charset_normalizer
 
 from stretto.base import numbers
 from stretto.base.errors import UserError, nearest, one_line
+from stretto.base.paths import quoted
 from stretto.base.track import say
 from stretto.data.files import COMPRESSIONS, JSON_LINES, RECORDS, SPLITS, TABLES, TEXT, LeftOut, find_files, kind_of
 
@@ -461,8 +461,8 @@ def _conversion(file: Path, encoding: str) -> str:
 def _unpacked(file: Path) -> tuple[str, str]:
     """For a command that reads ``file`` as it is without compression: what to do first, empty if nothing, and the quoted name."""
     if file.suffix.lower() in COMPRESSIONS:
-        return "unpack it, and ", quote(str(file.with_suffix("")))
-    return "", quote(str(file))
+        return "unpack it, and ", quoted(file.with_suffix(""))
+    return "", quoted(file)
 
 
 def _open(file: Path) -> Any:

@@ -34,7 +34,7 @@ from torch import Tensor
 
 from stretto.base.config import Config, validate
 from stretto.base.errors import UserError
-from stretto.base.paths import read_json, replacing, write_json
+from stretto.base.paths import quoted, read_json, replacing, write_json
 from stretto.base.records import file_sha256
 from stretto.data.files import find_files
 from stretto.data.sources import read_rows
@@ -470,7 +470,7 @@ def read_judge(folder: Path) -> JudgeRecord:
     """Record of the judge in ``folder``. Raises `UserError`: there is none, or one of another version."""
     path = folder / JUDGE_FILE
     if not path.is_file():
-        raise UserError(f"{path}: no such file; `stretto judge train … -o {folder}` trains a judge")
+        raise UserError(f"{path}: no such file; `stretto judge train … -o {quoted(folder)}` trains a judge")
     record = validate(JudgeRecord, read_json(path), str(path))
     if record.features != FEATURES:
         raise UserError(f"{path}: features: version {record.features}, not {FEATURES}; train the judge again")

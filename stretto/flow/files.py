@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from stretto.base.errors import UserError
-from stretto.base.paths import CHECKPOINT, read_json, remove, write_json
+from stretto.base.paths import CHECKPOINT, quoted, read_json, remove, write_json
 from stretto.learning.recipe import GROUPS, LOGS, WEIGHTS, RlRecipe
 from stretto.runtime.store import (
     FolderStore,
@@ -118,7 +118,7 @@ def open_files(recipe: RlRecipe, run: Path, start: Path) -> RunFiles:
     if known.get("has_ended"):
         store.destroy()  # opening it wrote there, and a kill may have left files
         raise UserError(
-            f"{run}: this run has ended, and its store was emptied; begin another run with its checkpoint: --model {run}"
+            f"{run}: this run has ended, and its store was emptied; begin another run with its checkpoint: --model {quoted(run)}"
         )
     write_json(path, {"id": id})
     if not has_folder(store, _START):

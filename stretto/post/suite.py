@@ -17,7 +17,7 @@ import numpy as np
 
 from stretto.base.config import check_unchanged, completed
 from stretto.base.errors import UserError
-from stretto.base.paths import claimed, read_json, write_text
+from stretto.base.paths import claimed, quoted, read_json, write_text
 from stretto.base.records import find_lineage, history
 from stretto.base.trajectory import Outcome
 from stretto.evals.diversity import MEASURES, SAME_AT, diversity
@@ -233,7 +233,7 @@ def read_result(path: Path, kind: type[T], remedy: str) -> T:
 
 def read_evaluation(out: Path) -> Evaluation:
     """The finished evaluation in ``out``. Raises `UserError`: there is none, or it is not readable."""
-    path, command = out / RESULT_FILE, f"`stretto eval … -o {out}`"
+    path, command = out / RESULT_FILE, f"`stretto eval … -o {quoted(out)}`"
     if not path.is_file():
         raise UserError(f"{path}: no such file; {command} makes or finishes it")
     return read_result(path, Evaluation, f"repeat {command} in another folder")

@@ -13,6 +13,7 @@ from matplotlib.figure import Figure
 from stretto.base.config import differences
 from stretto.base.errors import UserError
 from stretto.base.numbers import counted, percent, rounded, si
+from stretto.base.paths import quoted
 from stretto.base.records import git_commit
 from stretto.evals.battles import Battles
 from stretto.evals.scores import LEVEL, Interval, Norm, flip_p, holm, judged, mean_interval, norm, retention
@@ -217,7 +218,7 @@ def read_comparison(out: Path) -> Comparison | None:
     """The comparison that the stage `evaluate` of a pipeline wrote to its folder ``out``; None: there is none. Raises `UserError`: it is
     not readable, for example because an older version wrote it."""
     path = out / COMPARISON_FILE
-    remedy = f"repeat the stage: `stretto run RECIPE -o {out.parent} --from evaluate`, with the same recipe and --model"
+    remedy = f"repeat the stage: `stretto run RECIPE -o {quoted(out.parent)} --from evaluate`, with the same recipe and --model"
     return read_result(path, Comparison, remedy) if path.is_file() else None
 
 

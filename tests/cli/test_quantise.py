@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 from pathlib import Path
 
@@ -71,6 +72,16 @@ def test_the_next_command_can_be_run(stretto: Run, served_run: Path, tmp_path: P
     else:
         assert hints == {command: f"stretto generate {tmp_path / command} --prompt …" for command in hints}
         assert not stretto(*hints["quantise"].split()[1:], "--max-tokens", 2).code
+
+
+def test_the_next_commands_quote_a_folder_with_a_space(stretto: Run, served_run: Path, tmp_path: Path) -> None:
+    options = {"quantise": ("--group", 16), "adopt": ("--order", "none"), "extract": ("--subnet", "corner")}
+    for command, more in options.items():
+        out = tmp_path / f"an {command}"
+        result = stretto(command, served_run / CHECKPOINT, "-o", out, *more)
+        assert not result.code, result
+        for hint in result.out.split("next: ")[1].split("; "):
+            assert shlex.split(hint)[2] == str(out)
 
 
 def test_the_next_command_names_the_folder_of_an_output_in_the_home_folder(
