@@ -266,7 +266,7 @@ def _fetched(name: str) -> Path:
         ) from None
     except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled):
         raise UserError(
-            f"{name}: not on this machine, and the hub cannot be reached; connect it, or name a folder that holds the checkpoint"
+            f"{name}: no such folder here, and the hub cannot be reached; connect it, or name a folder that holds the checkpoint"
         ) from None
     except (errors.HfHubHTTPError, httpx.HTTPError, OSError) as error:
         problem = one_line(error, 200)

@@ -372,14 +372,18 @@ def test_a_name_on_the_hub(make: Make, tmp_path: Path) -> None:
         assert offline.returncode == 0 and not asked, offline.stderr
     unreachable = call("owner/else", "d")
     assert unreachable.returncode == 2, unreachable.stderr
-    assert unreachable.stderr.splitlines()[-1].startswith("stretto: owner/else: not on this machine")
+    assert unreachable.stderr.splitlines()[-1].startswith("stretto: owner/else: no such folder here")
     assert torch.equal(
         read_checkpoint(tmp_path / "a/checkpoint").model.logits(IDS), read_checkpoint(source).model.logits(IDS)
     )
 
 
 def test_an_offline_machine_gets_one_line(stretto: Run, tmp_path: Path) -> None:
-    refused(stretto("adopt", "owner/tiny", "-o", tmp_path / "run"), "owner/tiny: not on this machine", "name a folder")
+    refused(
+        stretto("adopt", "owner/tiny", "-o", tmp_path / "run"),
+        "owner/tiny: no such folder here, and the hub cannot be reached",
+        "name a folder",
+    )
     assert not (tmp_path / "run").exists()
 
 
