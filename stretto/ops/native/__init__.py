@@ -135,9 +135,10 @@ def _compile(compiler: str, source: str, path: Path) -> str | None:
     """Compile ``source`` to the library ``path``; returns None, or the compiler's error on one line."""
     # To stderr outside a terminal: any command may come first, also one whose output a program reads.
     console = None if wide_console().is_terminal else Console(stderr=True)
+    purpose = "decoding" if source == DECODING else "training"
     # Built in a folder with a random name, then renamed: two containers can share the cache and have equal process ids.
     with (
-        progress("Compiling the CPU kernels (once)", 1, console=console) as advance,
+        progress(f"Compiling the CPU kernels for {purpose} (once)", 1, console=console) as advance,
         tempfile.TemporaryDirectory(dir=path.parent, prefix=".building-") as building,
     ):
         built = Path(building) / path.name
