@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import os
 import re
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from functools import wraps
 from inspect import signature
@@ -111,9 +112,14 @@ def nearest(name: str, known: Iterable[str], least: float = 0.6) -> str:
 
 
 def check_text(text: str, source: str) -> None:
-    """Raises `UserError` if ``text`` has surrogates: Python's form of bytes from arguments or a console that are not UTF-8."""
+    """Raises `UserError` if ``text`` has surrogates: Python's form of bytes from arguments or a console that are not in the encoding of the
+    locale."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        problem = f"character {error.start + 1} is not UTF-8"
-        raise UserError(f"{source}: {problem}; write text in UTF-8") from None
+        encoding = sys.getfilesystemencoding()
+        if encoding != "utf-8" and "\udc80" <= text[error.start] <= "\udcff":  # the forms of bytes
+            problem = f"not in {encoding}, the encoding of the locale; set LC_ALL=C.UTF-8"
+        else:
+            problem = "not UTF-8; write text in UTF-8"
+        raise UserError(f"{source}: character {error.start + 1} is {problem}") from None

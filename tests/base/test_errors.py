@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -46,3 +49,12 @@ def test_an_error_names_arguments_whatever_was_passed(passed: dict[str, Any], co
     with pytest.raises(UserError) as caught:
         function("o", **passed)
     assert (str(caught.value), caught.value.command_text) == (text, command_text)
+
+
+def test_text_that_the_locale_cannot_read() -> None:
+    code = "import sys; from stretto.base.errors import check_text; check_text(sys.argv[1], '--prompt')"
+    ascii_only = {"LC_ALL": "POSIX", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    command = [sys.executable, "-c", code, "dé".encode()]
+    done = subprocess.run(command, env=os.environ | ascii_only, capture_output=True, text=True, check=False)
+    said = "--prompt: character 2 is not in ascii, the encoding of the locale; set LC_ALL=C.UTF-8"
+    assert done.stderr.splitlines()[-1].endswith(said)
