@@ -26,7 +26,9 @@ class Efficiency:
 
 
 H100_FP32 = "Second GPU run: numbers agree with the CPU, FP8 trains slower than fp32, bitwise resume open"
-H100_BF16 = "The kernels run on an H100 for the first time: training at 352 TFLOP/s, decoding at 53 to 89 percent of bandwidth"
+H100_BF16 = (
+    "The kernels run on an H100 for the first time: training at 352 TFLOP/s, decoding at 53 to 89 percent of bandwidth"
+)
 H200_DECODE = "SmolLM2 on an H200: worlds and calls learnt, bitwise resume, decoding with CUDA graphs"
 CPU_STEP = "Training speed against transformers (aim missed)"
 CPU_DECODE = "Equality and speed benches after the rewrite, on the smaller demo network: one aim missed"

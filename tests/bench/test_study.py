@@ -46,7 +46,14 @@ def results(gap: float) -> dict[str, dict[str, Any]]:
         return {"report": report, "flops": executed, "token_flops": per_token, "parameters": 2e6, "tokens": 1e6}
 
     per_token = flops | dict.fromkeys(randoms, 1.5)
-    for arm, more in {"elastic": gap, "ernie": 0.1, "ordinary": 0.0, "emo": 0.0, "ordinary+": 0.0, "ernie+": 0.1}.items():
+    for arm, more in {
+        "elastic": gap,
+        "ernie": 0.1,
+        "ordinary": 0.0,
+        "emo": 0.0,
+        "ordinary+": 0.0,
+        "ernie+": 0.1,
+    }.items():
         losses = {name: loss + more for name, loss in (sizes | randoms).items()}
         found[f"{arm}-1"] = trained(losses, 110.0 if arm == "elastic" else 100.0, per_token)
     for arm in study.MAXIMUM:
