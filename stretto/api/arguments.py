@@ -6,16 +6,26 @@ import itertools
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Annotated
 
 from stretto.api.model import Model
-from stretto.base.errors import UserError
+from stretto.base.errors import UserError, one_line
 from stretto.base.paths import expanded, user_cache, user_path
 
 PathLike = str | os.PathLike[str]
-ModelLike = PathLike | Model
+_MODEL_WORDS = "a folder or an opened model"
+ModelLike = Annotated[PathLike | Model, _MODEL_WORDS]
 """A run or checkpoint folder, or an opened `Model`."""
-Data = PathLike | Sequence[PathLike]
-"""Text: a file, a folder, or a Hugging Face dataset; several as a list, ``PATH@WEIGHT`` in a mixture."""
+_DATA_REMEDY = "write text to a file and a DataFrame to a Parquet file, and give the path of the file"
+Data = Annotated[
+    PathLike | Sequence[PathLike],
+    "the path of a file or folder, or OWNER/NAME on the hub, or several in a list",
+    _DATA_REMEDY,
+]
+"""Text: the path of a file or folder, ``PATH@WEIGHT`` in a mixture, or ``OWNER/NAME`` of a dataset on the Hugging Face hub; several as a
+list. Text itself and tables are refused."""
+_MAX_NAME_BYTES = 255
+"""Longest name of a file or folder on Linux and macOS."""
 
 
 def model_path(model: ModelLike, name: str = "model") -> Path:
@@ -23,7 +33,7 @@ def model_path(model: ModelLike, name: str = "model") -> Path:
     if isinstance(model, Model):
         return model.source
     if not isinstance(model, str | os.PathLike):
-        raise UserError(f"{name}: {model!r}; needs a folder or an opened model")
+        raise UserError(f"{name}: needs {_MODEL_WORDS}, is {model!r}")
     return user_path(model, name)
 
 
@@ -47,12 +57,20 @@ def shown(model: ModelLike) -> str:
 def listed_data(data: Data) -> list[str]:
     """``data`` as the commands take it."""
     paths = [data] if isinstance(data, str | os.PathLike) else data
-    return [expanded(each, "data") for each in paths]
+    return [_text_path(each, "data") for each in paths]
 
 
-def held_out_path(val: str | None) -> str | None:
+def held_out_path(val: PathLike | None) -> str | None:
     """``val`` as the commands take it."""
-    return None if val is None else expanded(val, "val")
+    return None if val is None else _text_path(val, "val")
+
+
+def _text_path(given: PathLike, name: str) -> str:
+    """`expanded`. Raises `UserError` also if it is text instead of a path."""
+    path = expanded(given, name)
+    if "\n" in path or any(len(part) > _MAX_NAME_BYTES for part in os.fsencode(path).split(b"/")):
+        raise UserError(f"--{name}: {one_line(path, 40)}…: is text, and a path is needed; {_DATA_REMEDY}")
+    return path
 
 
 def run_folder(out: PathLike | None, recipe: object, stage: str) -> Path:

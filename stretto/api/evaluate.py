@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 from zlib import crc32
 
 import numpy as np
@@ -28,7 +28,7 @@ from stretto.evals.writing import Similarity
 from stretto.harness.suites import SUITES as HARNESSES
 from stretto.harness.suites import Budget, Judged, ask, check_installed, harness_names, serving
 from stretto.model.checkpoint import read_config, read_presets, weights_hash
-from stretto.model.parallel import join
+from stretto.model.parallel import DeviceLike, join
 from stretto.model.spec import Counts, Subnet, count
 from stretto.post.battle import battle as play_battles
 from stretto.post.panel import PANEL_FILE, judged_by
@@ -64,7 +64,9 @@ from stretto.report.page import Page, Plot, Table, Tabled, write_page
 from stretto.text.similar import embeddings, similarity_NN
 from stretto.text.tokenizer import load_tokenizer
 
-SuitesLike = str | Sequence[str] | Mapping[str, Any]
+SuitesLike = Annotated[
+    str | Sequence[str] | Mapping[str, Any], "the name or file of a suite, several in a list, or a mapping"
+]
 """Suites by name or file (docs/EVAL.md), or a mapping with the tables of a suite file or of an RL recipe. In a mapping, a source's
 ``kind`` may be a `TaskSource` class."""
 
@@ -117,7 +119,7 @@ def evaluate(
     judge: str | None = None,
     human: PathLike | None = None,
     right: PathLike | None = None,
-    device: str = "auto",
+    device: DeviceLike = "auto",
     **settings: Any,
 ) -> Evaluated | Compared:
     """Evaluate a checkpoint on benchmark suites, with 95 % confidence intervals over problems and a trivial baseline.
@@ -203,7 +205,7 @@ def compare(
     teachers: Mapping[str, ModelLike] | Sequence[str] = (),
     reference: ModelLike | None = None,
     battle: bool = False,
-    device: str = "auto",
+    device: DeviceLike = "auto",
     **settings: Any,
 ) -> Compared:
     """Compare models per domain: paired differences to a reference model, and to the teacher of each domain.
@@ -265,7 +267,7 @@ def _evaluate(
     out: Path,
     options: EvalOptions,
     subnet: str | None = None,
-    device: str = "auto",
+    device: DeviceLike = "auto",
     judge: str | None = None,
     people: Path | None = None,
 ) -> Evaluation:
@@ -356,7 +358,7 @@ def _all_evaluated(
     suites: Mapping[str, SuiteConfig],
     folder: Path,
     options: EvalOptions,
-    device: str,
+    device: DeviceLike,
 ) -> dict[str, Path]:
     """Folders of the evaluations of models and teachers, by the names of these. Missing evaluations are made below ``folder``."""
     named = [*models, *teachers.values()]
@@ -371,7 +373,9 @@ def _all_evaluated(
     return places
 
 
-def _evaluated(text: str, suites: Mapping[str, SuiteConfig], out: Path, options: EvalOptions, device: str) -> Path:
+def _evaluated(
+    text: str, suites: Mapping[str, SuiteConfig], out: Path, options: EvalOptions, device: DeviceLike
+) -> Path:
     """Folder of the evaluation ``text``; a model named by ``text`` is evaluated into ``out`` first."""
     if (Path(text) / RESULT_FILE).is_file():
         return Path(text)
@@ -391,7 +395,7 @@ def _ask_harnesses(
     out: Path,
     options: EvalOptions,
     subnet: str | None = None,
-    device: str = "auto",
+    device: DeviceLike = "auto",
 ) -> None:
     """Evaluate ``source`` with the harnesses of ``suites``; write ``out`` and print the tables.
 
@@ -411,7 +415,12 @@ def _ask_harnesses(
     if (out / RESULT_FILE).exists():
         raise UserError(f"{out}: contains an evaluation, and other harnesses cannot resume; name another folder")
     with claimed(out):
-        flags = ["--device", device, "--subnet", subnet or "full"]  # otherwise environment variables may choose a size
+        flags = [
+            "--device",
+            str(device),
+            "--subnet",
+            subnet or "full",
+        ]  # otherwise environment variables may choose a size
         with (out / "server.txt").open("w") as log, serving(source, *flags, log=log) as (url, _):
             found = {suite: ask(suite, url, out / suite, budget, options.baselines) for suite in suites}
         domains = {

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from html import escape
 from pathlib import Path
-from typing import Any, overload
+from typing import Annotated, Any, overload
 
 import torch
 from pydantic import ValidationError
@@ -31,7 +31,7 @@ from stretto.engine.engine import Engine, stream
 from stretto.engine.loading import DTYPES, generation_ends, open_engine
 from stretto.engine.request import CONSOLE_PENALTY, Completion, EngineConfig, Phases, Request, Sampling
 from stretto.model.checkpoint import Checkpoint, read_checkpoint, read_config, read_presets, stores_integers
-from stretto.model.parallel import join
+from stretto.model.parallel import DeviceLike, join
 from stretto.model.spec import ModelConfig, Subnet, check_subnet, count, named_subnets
 from stretto.model.transformer import Context, Transformer
 from stretto.ops import native
@@ -45,8 +45,13 @@ CACHED_SEQUENCES, CACHED_TOKENS = 16, 4096
 """Size of the key-value cache: number of sequences, and tokens of each (at most the network's positions). Small enough to leave
 memory for the rest of a notebook."""
 
-SubnetLike = str | Subnet | None
+SizeLike = Annotated[str | Subnet, "the name of a size, layers=…,experts=…,top_k=…, or a Subnet"]
+SubnetLike = SizeLike | None
 """The name of a size (``full``, ``half``, ``corner``, ``best``), ``layers=…,experts=…,top_k=…``, a `Subnet`, or None for the full network."""
+SourceLike = Annotated["str | os.PathLike[str] | Model", "a folder, a file, or a name on the hub"]
+"""A run or checkpoint folder, a GGUF file, a name on the Hugging Face hub, or an opened model."""
+Messages = Annotated[str | Sequence[Mapping[str, Any]], 'a text, or a list of messages {"role": …, "content": …}']
+"""One message of the user, or a conversation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,7 +212,7 @@ class Model:
     raise `UserError`.
     """
 
-    def __init__(self, source: str | os.PathLike[str], device: str = "auto", dtype: str | None = None):
+    def __init__(self, source: str | os.PathLike[str], device: DeviceLike = "auto", dtype: str | None = None):
         """Open the run or checkpoint folder ``source``; ``device`` and ``dtype`` are those of `load`.
 
         Raises:
@@ -354,9 +359,7 @@ class Model:
             self._is_streaming = False
 
     @user_errors
-    def chat(
-        self, messages: str | Sequence[Mapping[str, Any]], *, subnet: SubnetLike = None, **sampling: Any
-    ) -> Generation:
+    def chat(self, messages: Messages, *, subnet: SubnetLike = None, **sampling: Any) -> Generation:
         """The assistant's next message.
 
         Args:
@@ -522,7 +525,7 @@ class Model:
 
 
 @user_errors
-def load(source: str | os.PathLike[str] | Model, *, device: str = "auto", dtype: str | None = None) -> Model:
+def load(source: SourceLike, *, device: DeviceLike = "auto", dtype: str | None = None) -> Model:
     """Open a run or a checkpoint at all of its sizes.
 
     Args:
@@ -538,8 +541,6 @@ def load(source: str | os.PathLike[str] | Model, *, device: str = "auto", dtype:
         kept = str(source.dtype).removeprefix("torch.")
         asked = Model(source.source, source.device.type if device == "auto" else device, dtype or kept)
         return source if (asked.device, asked.dtype) == (source.device, source.dtype) else asked
-    if not isinstance(source, str | os.PathLike):
-        raise UserError(f"source: {source!r}; needs a folder, a file, or a name on the hub")
     named = user_path(source, "source")
     if (named / RUN_FILE).is_file() or (named / "config.json").is_file():
         return Model(named, device, dtype)
@@ -573,10 +574,8 @@ def _sampling(fields: Mapping[str, Any]) -> Sampling:
 
 
 def _conversation(messages: str | Iterable[Any]) -> list[Message]:
-    """The messages of a conversation; a text is one message of the user. Raises `UserError`: something else."""
+    """The messages of a conversation; a text is one message of the user. Raises `UserError`: one of them is none."""
     given = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
-    if isinstance(given, Mapping) or not isinstance(given, Iterable):
-        raise UserError('messages: needs a text, or a list of messages {"role": …, "content": …}')
     conversation = []
     for number, message in enumerate(given):
         try:

@@ -41,6 +41,7 @@ from stretto.base.track import read_metrics, say, wide_console
 from stretto.flow.run import MOVED
 from stretto.learning.recipe import LAYOUT, START, RlRecipe
 from stretto.model.checkpoint import known_hash, read_config
+from stretto.model.parallel import DeviceLike
 from stretto.model.spec import ModelConfig, count
 from stretto.post.pipeline import MODEL, RECIPE, STAGES, PipelineRecipe, Step, plan
 from stretto.report.page import NOTHING, REPORT_FOLDER, Cell, Table, in_columns
@@ -110,7 +111,7 @@ def run(
     dry_run: bool = False,
     price: float | None = None,
     settings: Settings = (),
-    device: str = "auto",
+    device: DeviceLike = "auto",
 ) -> Model | None:
     """Run a whole post-training: SFT, an expert for each domain, one student of all experts, online RL, evaluation.
 
@@ -153,7 +154,7 @@ def run(
         )
     start = checkpoint_folder(model_path(model)).resolve() if model is not None else None
     model_hash = "" if dry_run or start is None else known_hash(start)
-    pipeline = Pipeline(folder, parsed, steps, start, device, model_hash)
+    pipeline = Pipeline(folder, parsed, steps, start, str(device), model_hash)
     wanted = [step for step in steps if until is None or STAGES.index(step.stage) <= STAGES.index(until)]
     if dry_run:
         _print_plan(pipeline, wanted, first, price)

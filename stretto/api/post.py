@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from stretto.api.arguments import (
     Data,
@@ -15,11 +14,12 @@ from stretto.api.arguments import (
     held_out_path,
     listed_data,
     model_path,
+    model_paths,
     new_folder,
     run_folder,
 )
 from stretto.api.model import Model, load
-from stretto.api.rl import RlRecipeLike, made_start
+from stretto.api.rl import made_start
 from stretto.api.train import (
     ADAPTER,
     begun_run,
@@ -32,7 +32,7 @@ from stretto.api.train import (
     same_folder,
     write_result,
 )
-from stretto.base.config import Settings, overriding, read_recipe, source_name, validate_options
+from stretto.base.config import RecipeLike, Settings, overriding, read_recipe, source_name, validate_options
 from stretto.base.errors import UserError, user_errors, user_errors_naming
 from stretto.base.paths import CHECKPOINT, checkpoint_folder, require_apart, user_path
 from stretto.base.track import require_wandb, say
@@ -40,7 +40,7 @@ from stretto.harness.suites import serving
 from stretto.learning.recipe import RlRecipe
 from stretto.model.checkpoint import require_new_checkpoint
 from stretto.model.lora import read_adapter_config
-from stretto.model.parallel import join, stored_for_training
+from stretto.model.parallel import DeviceLike, join, stored_for_training
 from stretto.post.merge import MergeOptions
 from stretto.post.merge import merge as merge_checkpoints
 from stretto.post.sft import open_conversations, sft_conversations
@@ -50,17 +50,15 @@ from stretto.train.prepare import TextOptions, require_outside
 from stretto.train.recipe import SftRecipe
 from stretto.train.run_folder import RunInfo
 
-SftRecipeLike = PathLike | Mapping[str, Any] | SftRecipe
-
 
 @user_errors
 def sft(
-    recipe: SftRecipeLike | RlRecipeLike,
+    recipe: RecipeLike,
     model: ModelLike | None = None,
     data: Data = (),
     out: PathLike | None = None,
     *,
-    val: str | None = None,
+    val: PathLike | None = None,
     val_fraction: float | None = None,
     lora: int | None = None,
     adapter: PathLike | None = None,
@@ -68,7 +66,7 @@ def sft(
     steps: int | None = None,
     settings: Settings = (),
     resume: bool = False,
-    device: str = "auto",
+    device: DeviceLike = "auto",
     wandb: str | None = None,
 ) -> Model:
     """Train a checkpoint on conversations (supervised fine-tuning).
@@ -76,8 +74,8 @@ def sft(
     Args:
         recipe: a recipe of SFT (``sft``); without ``data``, an RL recipe whose ``[start]`` describes the training.
         model: run or checkpoint to train; None with an RL recipe that describes a new network.
-        data: conversations in TRL's format (``messages``, or ``prompt`` and ``completion``; ``tools``). Without any, the sources of an
-            RL recipe give problems and their demonstrations.
+        data: conversations in TRL's format (``messages``, or ``prompt`` and ``completion``; ``tools``): paths of files, or names on the
+            hub, in the forms that `pretrain` takes. Without any, the sources of an RL recipe give problems and their demonstrations.
         out: run folder to write; ``runs/`` and the recipe's name by default.
         lora: rank of adapters to train instead of every weight.
         adapter: a peft folder with adapters to continue from.
@@ -148,7 +146,7 @@ def sft(
     return load(folder, device=device)
 
 
-def _rl_recipe(recipe: SftRecipeLike | RlRecipeLike, settings: Sequence[str]) -> RlRecipe:
+def _rl_recipe(recipe: RecipeLike, settings: Sequence[str]) -> RlRecipe:
     """The RL recipe whose tasks give the demonstrations. Raises `UserError`: a bad recipe, or one of SFT, which needs ``--data``."""
     try:
         return read_recipe(recipe, RlRecipe, settings)
@@ -161,7 +159,7 @@ def _rl_recipe(recipe: SftRecipeLike | RlRecipeLike, settings: Sequence[str]) ->
         raise UserError(f"{error} (stretto sft without --data takes a recipe of `stretto rl`)") from None
 
 
-def _is_sft_recipe(recipe: SftRecipeLike | RlRecipeLike) -> bool:
+def _is_sft_recipe(recipe: RecipeLike) -> bool:
     try:
         read_recipe(recipe, SftRecipe)
     except UserError:
@@ -172,7 +170,7 @@ def _is_sft_recipe(recipe: SftRecipeLike | RlRecipeLike) -> bool:
 @user_errors_naming(further=MergeOptions.model_fields)
 def merge(
     method: str,
-    models: Sequence[ModelLike],
+    models: ModelLike | Sequence[ModelLike],
     out: PathLike | None = None,
     *,
     base: ModelLike | None = None,
@@ -184,7 +182,7 @@ def merge(
 
     Args:
         method: ``average``, ``task-arithmetic``, ``ties`` (2306.01708), ``dare`` (2311.03099), ``dare-ties`` or ``slerp``.
-        models: runs or checkpoints of one network.
+        models: two or more runs or checkpoints of one network.
         out: checkpoint to write; beside the first model, with ``-merge`` added, by default.
         base: the checkpoint all of them began with; not used by average and slerp.
         weights: one per model; 1 each by default.
@@ -196,14 +194,14 @@ def merge(
         UserError: different networks or tokenizers, no base where the method needs one, or ``out`` exists or contains a
             checkpoint that is read.
     """
-    if not models:
+    parents, origin = model_paths(models, "models"), None if base is None else model_path(base)
+    if not parents:
         raise UserError("merge: no models; name at least two")
     parsed = validate_options(
         MergeOptions, {"method": method, "weights": list(weights), **options}, {"method": "method"}
     )
-    folder = new_folder(models[0], "merge") if out is None else user_path(out, "out")
+    folder = new_folder(parents[0], "merge") if out is None else user_path(out, "out")
     require_new_checkpoint(folder, force)
-    parents, origin = [model_path(model) for model in models], None if base is None else model_path(base)
     for source in (*parents, *([origin] if origin else [])):
         require_apart(folder, checkpoint_folder(source))
     return load(merge_checkpoints(parents, origin, folder, parsed))
@@ -222,6 +220,7 @@ class Server:
         return f"{self.url}/v1"
 
 
+@user_errors
 def serve(model: ModelLike, *flags: str, port: int = 0) -> AbstractContextManager[Server]:
     """Serve a checkpoint at every size in a process of its own, until the block ends.
 

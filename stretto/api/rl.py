@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -15,6 +14,7 @@ from stretto.api.model import Model, load
 from stretto.api.search import extract_command
 from stretto.api.train import command_to_try
 from stretto.base.config import (
+    RecipeLike,
     Settings,
     check_unchanged,
     completed,
@@ -35,7 +35,7 @@ from stretto.learning.algorithms import load_algorithm
 from stretto.learning.recipe import START, DistillConfig, RlRecipe
 from stretto.learning.teachers import check_teachers, find_teachers
 from stretto.model.checkpoint import known_hash
-from stretto.model.parallel import check_split, join, stored, stored_for_training
+from stretto.model.parallel import DeviceLike, check_split, join, stored, stored_for_training
 from stretto.ops import exact
 from stretto.post.distill import STAGE as DISTILL
 from stretto.post.distill import gaps, parent_settings, teacher_settings
@@ -58,10 +58,6 @@ _START_KEYS = (
     "train.balance_rate",
 )
 """Beginnings of the recipe's keys on which the trained start depends. Held-out problems are those that it was not trained on."""
-
-RlRecipeLike = PathLike | Mapping[str, Any] | RlRecipe
-"""A TOML file, the name of a shipped recipe (``rl_gym``), a mapping of the same form, or an `RlRecipe`. In a mapping, a source's ``kind``
-may be a `TaskSource` class, and ``loss.advantage`` a function."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,13 +90,13 @@ class RlRun:
 
 @user_errors
 def rl(
-    recipe: RlRecipeLike,
+    recipe: RecipeLike,
     model: ModelLike | None = None,
     out: PathLike | None = None,
     *,
     settings: Settings = (),
     resume: bool = False,
-    device: str = "auto",
+    device: DeviceLike = "auto",
     wandb: str | None = None,
 ) -> RlRun:
     """Train a policy with reinforcement learning on a task: engines, agents, verifiers and a trainer, asynchronously.
@@ -150,14 +146,14 @@ def _in_this_process(recipe: RlRecipe) -> RlRecipe:
 
 @user_errors
 def online(
-    recipe: RlRecipeLike,
+    recipe: RecipeLike,
     model: ModelLike | None = None,
     out: PathLike | None = None,
     *,
     self_teacher: bool = False,
     settings: Settings = (),
     resume: bool = False,
-    device: str = "auto",
+    device: DeviceLike = "auto",
     wandb: str | None = None,
 ) -> RlRun:
     """Reinforcement learning on open-ended prompts, rewarded by an LLM judge and by rewards over whole groups.
@@ -183,7 +179,7 @@ def online(
 
 @user_errors
 def distill(
-    recipe: RlRecipeLike,
+    recipe: RecipeLike,
     model: ModelLike | None = None,
     out: PathLike | None = None,
     *,
@@ -191,7 +187,7 @@ def distill(
     subnet: str | None = None,
     settings: Settings = (),
     resume: bool = False,
-    device: str = "auto",
+    device: DeviceLike = "auto",
     wandb: str | None = None,
 ) -> RlRun:
     """On-policy distillation: the student samples, and the teacher of each source scores its tokens (docs/DISTILL.md).
@@ -231,7 +227,7 @@ def _run(
     subnet: str | None = None,
     *,
     resume: bool = False,
-    device: str = "auto",
+    device: DeviceLike = "auto",
     wandb_project: str | None = None,
     stage: str = "rl",
 ) -> Result:
@@ -269,7 +265,7 @@ def _run(
     return result
 
 
-def _start(job: Job, model: Path | None, subnet: str | None, device: str, has_run: bool) -> Path:
+def _start(job: Job, model: Path | None, subnet: str | None, device: DeviceLike, has_run: bool) -> Path:
     """The checkpoint with which ``job`` begins, or began: ``model``, its ``subnet``, the recipe's ``[start]`` or merged teachers. What
     is missing is made in the run folder.
 
@@ -469,7 +465,7 @@ def _say_gaps(folder: Path, config: DistillConfig) -> None:
         say(f"{change}, {gap.share:.0%} of the gradient")
 
 
-def made_start(recipe: RlRecipe, folder: Path, origin: Path | None = None, device: str = "auto") -> Path:
+def made_start(recipe: RlRecipe, folder: Path, origin: Path | None = None, device: DeviceLike = "auto") -> Path:
     """The checkpoint that the recipe's ``[start]`` describes, trained in the run folder unless it exists already. Interrupted training
     goes on.
 
@@ -497,7 +493,7 @@ def made_start(recipe: RlRecipe, folder: Path, origin: Path | None = None, devic
                 remove(_inputs_file(out))
 
 
-def _devices(name: str, recipe: RlRecipe) -> tuple[str, ...]:
+def _devices(name: DeviceLike, recipe: RlRecipe) -> tuple[str, ...]:
     """Names of the devices of roles for which ``recipe`` reserves no GPU: ``cpu``, or one name per GPU of this machine. On a cluster
     they have the CPU, because each machine has other GPUs, which Ray shares out.
     Raises UserError: GPUs of a cluster were asked for, and no role reserves one."""

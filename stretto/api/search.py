@@ -43,7 +43,7 @@ from stretto.model.checkpoint import (
 from stretto.model.elastic import slice_integers
 from stretto.model.families import kept_family, parse_family
 from stretto.model.gguf.write import write_gguf
-from stretto.model.parallel import Ranks, device_name, join
+from stretto.model.parallel import DeviceLike, Ranks, device_name, join
 from stretto.model.spec import ModelConfig, Subnet, SubnetChoice, check_subnet, named_subnets, parse_subnet
 from stretto.model.transformer import Context, Transformer
 from stretto.model.upcycle import refuse_fp16
@@ -188,7 +188,7 @@ def _search_file(run: Path) -> Path:
 
 
 def extract_command(
-    source: Path, size: str | Subnet, out: Path, device: str = "auto", force: bool = False
+    source: Path, size: str | Subnet, out: Path, device: DeviceLike = "auto", force: bool = False
 ) -> Extracted:
     """Extract a Subnet of ``source`` as the checkpoint ``out``, after its logits were compared with those of the masked network.
     Integer weights stay the same integers.
@@ -276,7 +276,7 @@ def quantise_command(
     out: Path,
     options: QuantiseOptions,
     data: Sequence[str] = (),
-    device: str = "auto",
+    device: DeviceLike = "auto",
     force: bool = False,
 ) -> None:
     """Quantise the checkpoint ``source`` and write it to ``out``, with its presets."""

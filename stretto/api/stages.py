@@ -7,7 +7,7 @@ same names call these functions.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from stretto.api.arguments import (
     new_folder,
     run_folder,
 )
-from stretto.api.model import Model, SubnetLike, load
+from stretto.api.model import Model, SizeLike, load
 from stretto.api.search import (
     SEARCH_FILE,
     QuantiseOptions,
@@ -59,7 +59,7 @@ from stretto.api.train import (
     same_folder,
     write_result,
 )
-from stretto.base.config import Settings, overriding, read_recipe, validate
+from stretto.base.config import RecipeLike, Settings, overriding, read_recipe, validate
 from stretto.base.errors import UserError, user_errors, user_errors_naming
 from stretto.base.paths import (
     CHECKPOINT,
@@ -79,7 +79,7 @@ from stretto.evals.loss import evaluate as loss_of
 from stretto.model.checkpoint import require_new_checkpoint, stores_integers
 from stretto.model.elastic import extract as cut_out
 from stretto.model.families import default_family
-from stretto.model.parallel import Ranks, device_name, in_memory, join, stored, stored_for_training
+from stretto.model.parallel import DeviceLike, Ranks, device_name, in_memory, join, stored, stored_for_training
 from stretto.model.spec import Subnet, named_subnets
 from stretto.model.transformer import Transformer
 from stretto.subnets.latency import LatencyTable, measure, usual_workloads, write_table
@@ -94,16 +94,13 @@ from stretto.train.recipe import ElasticizeRecipe, HealRecipe, Recipe
 from stretto.train.run_folder import ADOPTED, RunInfo, read_info
 from stretto.train.step import metered
 
-RecipeLike = PathLike | Mapping[str, Any] | Recipe | ElasticizeRecipe | HealRecipe
-"""A TOML file, the name of a shipped recipe (``small``), a mapping of the same form, or a recipe object."""
-
 
 @user_errors
 def tokenize(
     data: Data,
     out: PathLike,
     *,
-    val: str | None = None,
+    val: PathLike | None = None,
     val_fraction: float | None = None,
     text_field: str = "text",
     tokenizer: PathLike | None = None,
@@ -112,8 +109,8 @@ def tokenize(
     """Turn text into token shards in constant memory. Resumes when it is called again.
 
     Args:
-        data: text: one file, folder or Hugging Face dataset. For a mixture, tokenise each source into a folder of its own with the same
-            ``tokenizer``.
+        data: the path of one file or folder of text, or ``OWNER/NAME`` of a dataset on the Hugging Face hub; no text itself and no
+            DataFrame. For a mixture, tokenise each source into a folder of its own with the same ``tokenizer``.
         out: data folder to write.
         val: held-out text in the forms of ``data``; a part of the data by default.
         val_fraction: share of the data to hold out, 0 to 0.5; 0.01 by default, up to 0.1 of little text.
@@ -142,7 +139,7 @@ def pretrain(
     data: Data = (),
     out: PathLike | None = None,
     *,
-    val: str | None = None,
+    val: PathLike | None = None,
     val_fraction: float | None = None,
     text_field: str = "text",
     tokenizer: PathLike | None = None,
@@ -150,14 +147,15 @@ def pretrain(
     steps: int | None = None,
     settings: Settings = (),
     resume: bool = False,
-    device: str = "auto",
+    device: DeviceLike = "auto",
     wandb: str | None = None,
 ) -> Model:
     """Pre-train an elastic network on text: every step trains the full network and sampled sub-networks (Once-for-all, 1908.09791).
 
     Args:
         recipe: a recipe of pre-training (``small``, ``demo``; docs/tutorials/own_text.md).
-        data: training text; not needed with ``resume``.
+        data: training text; not needed with ``resume``. The path of a file or folder, ``PATH@WEIGHT`` in a mixture, or ``OWNER/NAME``
+            of a dataset on the Hugging Face hub; several in a list. For text in memory write a file, for a DataFrame a Parquet file.
         out: run folder to write; ``runs/`` and the recipe's name by default.
         val: held-out text in the forms of ``data``; a part of the data by default.
         val_fraction: share of the data to hold out, 0 to 0.5; 0.01 by default, up to 0.1 of little text.
@@ -265,13 +263,13 @@ def elasticize(
     teacher: ModelLike | None = None,
     cache_logits: int | None = None,
     trainable: str | None = None,
-    val: str | None = None,
+    val: PathLike | None = None,
     val_fraction: float | None = None,
     text_field: str = "text",
     steps: int | None = None,
     settings: Settings = (),
     resume: bool = False,
-    device: str = "auto",
+    device: DeviceLike = "auto",
 ) -> Model:
     """Train a checkpoint further so that its smaller sizes work too; by default the unchanged checkpoint is the teacher.
 
@@ -341,7 +339,7 @@ def elasticize(
 
 
 @user_errors
-def latency(model: ModelLike, *, device: str = "auto") -> LatencyTable:
+def latency(model: ModelLike, *, device: DeviceLike = "auto") -> LatencyTable:
     """Measure this machine's latency table for ``model`` and keep it in the folder of ``model``, for limits in milliseconds in `search`.
 
     Raises:
@@ -393,17 +391,17 @@ def search(
     heal_recipe: RecipeLike = "heal",
     nested: bool = False,
     per_layer: bool = False,
-    val: str | None = None,
+    val: PathLike | None = None,
     val_fraction: float | None = None,
     text_field: str = "text",
     options: SearchOptions | None = None,
-    device: str = "auto",
+    device: DeviceLike = "auto",
 ) -> Search:
     """Find the sub-network of lowest held-out loss within limits (sensitivities, then NSGA-II where the space is too large).
 
     Args:
         model: a run.
-        data: text to measure on; the run's own held-out text by default.
+        data: text to measure on, in the forms that `pretrain` takes; the run's own held-out text by default.
         max_total: share of the full network's parameters, 0 to 1 (memory).
         max_active: share of the active parameters, 0 to 1 (compute).
         max_latency_ms: milliseconds per decoding step; needs a table of `latency`.
@@ -514,7 +512,7 @@ def _healer(
 
 @user_errors
 def extract(
-    model: ModelLike, subnet: SubnetLike, out: PathLike | None = None, *, device: str = "auto", force: bool = False
+    model: ModelLike, subnet: SizeLike, out: PathLike | None = None, *, device: DeviceLike = "auto", force: bool = False
 ) -> Model:
     """Write one size of a network as an ordinary checkpoint. Refuses unless its logits agree with those of the masked network up to rounding.
 
@@ -529,9 +527,7 @@ def extract(
         UserError: the model has no such size, ``out`` exists, or its logits differ by more than rounding.
     """
     folder = new_folder(model, "extract") if out is None else user_path(out, "out")
-    extract_command(
-        model_path(model), subnet if isinstance(subnet, Subnet) else subnet or "full", folder, device, force
-    )
+    extract_command(model_path(model), subnet, folder, device, force)
     return load(folder, device=device)
 
 
@@ -543,14 +539,14 @@ def heal(
     *,
     recipe: RecipeLike = "heal",
     teacher: ModelLike | None = None,
-    val: str | None = None,
+    val: PathLike | None = None,
     val_fraction: float | None = None,
     text_field: str = "text",
     steps: int | None = None,
     settings: Settings = (),
     resume: bool = False,
     force: bool = False,
-    device: str = "auto",
+    device: DeviceLike = "auto",
 ) -> Model:
     """Train an extracted checkpoint for a short while, on text and towards the network that it was cut from.
 
@@ -621,7 +617,7 @@ def quantise(
     data: Data = (),
     calibration_tokens: int = 16_384,
     chat: bool = False,
-    device: str = "auto",
+    device: DeviceLike = "auto",
     force: bool = False,
 ) -> Model:
     """Write a checkpoint with integer weights. Each of its sizes has the same integers as that size quantised alone (docs/QUANTISE.md).
@@ -636,7 +632,7 @@ def quantise(
         head: the same for the output matrix; a head that is tied to the embedding becomes a matrix of its own.
         group: number of neighbouring inputs with one scale.
         zeros: give each group of 4 bits a zero as well. Such weights cannot be exported to Q4_0, and vLLM has no experts with zeros.
-        data: calibration text; the training text of a run by default.
+        data: calibration text, in the forms that `pretrain` takes; the training text of a run by default.
         calibration_tokens: number of tokens of that text for ``gptq``.
         chat: the records of ``data`` are conversations, in the forms that `sft` reads.
         device: ``cpu``, ``cuda`` or ``auto``.

@@ -55,12 +55,18 @@ class Config(BaseModel):
 
 
 ConfigT = TypeVar("ConfigT", bound=Config)
-Settings = str | Sequence[str] | Mapping[str, Any]
+_SETTINGS_WORDS = 'texts such as "train.rows=8", or a mapping of keys to values'
+Settings = Annotated[str | Sequence[str] | Mapping[str, Any], _SETTINGS_WORDS]
 """Overrides of single recipe keys: ``["train.rows=8"]``, ``"train.rows=8"`` or ``{"train.rows": 8}``."""
+RecipeLike = Annotated[
+    str | os.PathLike[str] | Mapping[str, Any] | Config,
+    "a file, the name of a shipped recipe, a mapping or a recipe object",
+]
+"""A TOML file, the name of a shipped recipe (``small``), a mapping of the same form, or a recipe object."""
 
 
 def read_recipe(
-    recipe: str | os.PathLike[str] | Mapping[str, Any] | Config,
+    recipe: RecipeLike,
     kind: type[ConfigT],
     overrides: Settings = (),
     given: Mapping[str, Any] | None = None,
@@ -146,7 +152,7 @@ def _is_valid(kind: type[Config], tree: Mapping[str, Any]) -> bool:
     return True
 
 
-def source_name(recipe: str | os.PathLike[str] | Mapping[str, Any] | Config) -> str:
+def source_name(recipe: RecipeLike) -> str:
     """Name of ``recipe`` in messages: its path, the class of an object, or ``recipe`` for a mapping. Raises `UserError`: no such file."""
     if isinstance(recipe, Config):
         return type(recipe).__name__
@@ -159,7 +165,7 @@ def listed_settings(settings: Settings) -> list[str]:
         return [f"{key}={_as_toml(key, value)}" for key, value in settings.items()]
     listed = [settings] if isinstance(settings, str) else list(settings) if isinstance(settings, Iterable) else [None]
     if not all(isinstance(each, str) for each in listed):
-        raise UserError('settings: needs texts such as "train.rows=8", or a mapping of keys to values')
+        raise UserError(f"settings: needs {_SETTINGS_WORDS}")
     return [str(each) for each in listed]
 
 

@@ -12,6 +12,8 @@ from inspect import signature
 from types import MappingProxyType
 from typing import ParamSpec, TypeVar
 
+from stretto.base.annotations import wrong_argument
+
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -39,8 +41,9 @@ def of_system(error: OSError) -> UserError | None:
 
 
 def user_errors(function: Callable[P, T]) -> Callable[P, T]:
-    """Decorator of public API functions: an `OSError` about a file becomes a `UserError`, as on the command line. A `UserError` names
-    arguments of the function instead of options of its command: ``force=True`` for ``--force``."""
+    """Decorator of public API functions: an argument of another type than its annotation raises a `UserError` before the function begins.
+    An `OSError` about a file becomes a `UserError`, as on the command line. A `UserError` names arguments of the function instead of
+    options of its command: ``force=True`` for ``--force``."""
     return user_errors_naming()(function)
 
 
@@ -55,6 +58,8 @@ def user_errors_naming(
 
         @wraps(function)
         def wrapped(*args: P.args, **kwargs: P.kwargs) -> T:
+            if (problem := wrong_argument(function, args, kwargs)) is not None:
+                raise UserError(problem)
             try:
                 return function(*args, **kwargs)
             except UserError as error:

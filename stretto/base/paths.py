@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from stretto.base.errors import UserError
+from stretto.base.errors import UserError, one_line
 
 RECIPES = Path(__file__).resolve().parents[1] / "recipes"
 """Folder of the shipped recipes."""
@@ -41,7 +41,9 @@ def user_cache() -> Path:
 
 def expanded(given: str | os.PathLike[str], name: str) -> str:
     """What a caller of the Python API gave for ``name``, a path or a text that begins with one; ``~`` is the home folder. Raises
-    `UserError`: it is empty."""
+    `UserError`: it is empty, or no path."""
+    if not isinstance(given, str | os.PathLike):
+        raise UserError(f"{name}: needs a path, is {one_line(repr(given), 60)}")
     if not os.fspath(given):
         raise UserError(f"{name}: is empty; name a file or a folder")
     return os.path.expanduser(given)

@@ -52,6 +52,8 @@ if TYPE_CHECKING:
 
     from stretto.ops.matmul import ArithmeticOperators
 
+DeviceLike = str | torch.device
+"""``auto``, ``cpu``, ``cuda`` or a `torch.device`."""
 TIMEOUT_S = 600.0
 """Timeout of collectives in a step, for a rank that hangs (the death of a rank is detected at once)."""
 PATIENCE_S = 7 * 24 * 3600.0
@@ -148,11 +150,11 @@ ALONE = Ranks(0, 1, torch.device("cpu"))
 """The ranks of a measurement that one process makes, on whatever device."""
 
 
-def join(device: str = "auto", ep: int = 1) -> Ranks:
+def join(device: DeviceLike = "auto", ep: int = 1) -> Ranks:
     """Join the ranks of torchrun's environment; without one, a world of one.
 
     Args:
-        device: ``auto``, ``cpu`` or ``cuda``.
+        device: where the ranks compute.
         ep: number of expert-parallel ranks.
 
     Raises:

@@ -8,9 +8,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from stretto.base.config import Config, Settings, overridden, read_recipe, read_tree, source_name
+from stretto.base.config import Config, RecipeLike, Settings, overridden, read_recipe, read_tree, source_name
 from stretto.base.errors import UserError, user_errors
 from stretto.base.numbers import counted, size_in_bytes
 from stretto.base.paths import checkpoint_folder, user_path
@@ -176,8 +176,8 @@ class Plan:
 
 @user_errors
 def plan(
-    recipe: str | os.PathLike[str] | Mapping[str, Any] | Recipe | RlRecipe,
-    gpus: str,
+    recipe: RecipeLike,
+    gpus: Annotated[str, "the number and kind of accelerators, such as 8xH100"],
     *,
     model: str | os.PathLike[str] | None = None,
     sweep: bool = False,

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pandas as pd
 import pytest
 import torch
 import transformers
@@ -248,7 +249,7 @@ def test_a_model_continues_after_a_request_that_fails(served_run: Path) -> None:
         (lambda model: model.score([]), "texts: there are none"),
         (lambda model: model.subnet(3), "subnet: 3; needs a name"),
         (lambda model: model.logits([[1.5, 2]]), "token_ids: not a table of integers"),
-        (lambda _: stretto.load(3), "source: 3; needs a folder"),
+        (lambda _: stretto.load(3), "source: needs a folder, a file, or a name on the hub, is 3"),
         (lambda _: stretto.load(""), "source: is empty"),
         (lambda model: model.export(""), "out: is empty"),
         (lambda _: stretto.pretrain("small", ""), "data: is empty"),
@@ -276,6 +277,33 @@ def test_a_model_continues_after_a_request_that_fails(served_run: Path) -> None:
             lambda model: stretto.tokenize(model.source / "run.json", model.source),
             "another output folder with `out`$",
         ),
+        (lambda model: stretto.search(model, max_total="0.5"), "^max_total: needs a number, is '0.5'$"),
+        (lambda model: stretto.search(model, max_total=True), "^max_total: needs a number, is True$"),
+        (lambda model: stretto.search(model, max_latency_ms="3"), "^max_latency_ms: needs a number, is '3'$"),
+        (lambda model: stretto.search(model, heal_steps="2"), "^heal_steps: needs a whole number, is '2'$"),
+        (lambda model: stretto.extract(model, 3, "o"), r"^subnet: needs the name of a size, .*, is 3$"),
+        (lambda model: stretto.extract(model, None, "o"), r"^subnet: needs the name of a size, .*, is None$"),
+        (lambda model: stretto.extract(model, "", "o"), "^subnet : unknown preset"),
+        (lambda model: stretto.heal(model, 5, "o"), "^data: needs the path of a file or folder, .*, is 5; write text"),
+        (lambda _: stretto.tokenize(5, "o"), "^data: needs the path of a file or folder"),
+        (lambda _: stretto.tokenize(["a.txt", 5], "o"), "^data: needs a path, is 5$"),
+        (lambda _: stretto.tokenize("a.txt", "o", vocab_size="512"), "^vocab_size: needs a whole number, is '512'$"),
+        (
+            lambda _: stretto.tokenize(pd.DataFrame({"a.txt": ["x"]}), "o"),
+            "is of type DataFrame; write .* to a Parquet file",
+        ),
+        (lambda _: stretto.tokenize("a\nb", "o"), "^data: a b…: is text, and a path is needed; write text to a file"),
+        (lambda _: stretto.pretrain("small", ["hello " * 99], "o"), "^data: hello .*: is text, and a path is needed"),
+        (lambda _: stretto.pretrain("small", "a.txt", "o", val="a\nb"), "^val: a b…: is text, and a path is needed"),
+        (lambda model: stretto.evaluate(model, 5, "o"), "^suites: needs the name or file of a suite, .*, is 5$"),
+        (lambda _: stretto.plan("small", gpus=8), "^gpus: needs the number and kind of accelerators, .*, is 8$"),
+        (lambda _: stretto.plan(3, "8xH100"), "^recipe: needs a file, the name of a shipped recipe, .*, is 3$"),
+        (lambda _: stretto.merge("average", "runs/no", "o"), "^runs/no: config.json: no such file"),
+        (lambda model: stretto.merge("average", model, "o"), "^average: takes two or more checkpoints, not 1$"),
+        (lambda _: stretto.cost(["", 5]), "^models: is empty"),
+        (lambda model: stretto.compare([model, 5]), "^model: needs a path, is 5$"),
+        (lambda model: stretto.serve(model, port="x"), "^port: needs a whole number, is 'x'$"),
+        (lambda model: model.export("o", gguf="yes"), "^gguf: needs True or False, is 'yes'$"),
     ],
 )
 def test_arguments_of_other_types_are_one_line(served_run: Path, call: Callable[[Any], Any], message: str) -> None:
