@@ -48,6 +48,7 @@ from stretto.base.paths import (
     write_json,
     write_text,
 )
+from stretto.base.table import Cell, Table
 from stretto.base.track import progress, read_metrics, say, wide_console
 from stretto.data.demo_text import CHAT_PROMPTS, TEMPLATE, chat_questions, demo_documents, passages
 from stretto.data.holdout import Holdout
@@ -59,7 +60,6 @@ from stretto.model.spec import named_subnets
 from stretto.model.upcycle import Upcycling
 from stretto.ops.tuning import multiplies_bf16
 from stretto.post.pipeline import COMPARISON_FILE, EVALUATED
-from stretto.report.page import Cell, Table
 from stretto.report.top import sparkline
 from stretto.subnets.candidate import Limits
 from stretto.subnets.search import SearchOptions

@@ -22,6 +22,7 @@ from stretto.base.config import validate_options
 from stretto.base.endpoint import served_name
 from stretto.base.errors import UserError, user_errors_naming
 from stretto.base.paths import CHECKPOINT, checkpoint_folder, claimed, model_name, sized, user_path, write_json
+from stretto.base.table import Table, Tabled
 from stretto.base.track import say, wide_console
 from stretto.data.sources import open_source
 from stretto.evals.writing import Similarity
@@ -60,7 +61,7 @@ from stretto.report.evals import (
     score_bars,
     score_table,
 )
-from stretto.report.page import Page, Plot, Table, Tabled, write_page
+from stretto.report.page import Page, Plot, write_page
 from stretto.text.similar import embeddings, similarity_NN
 from stretto.text.tokenizer import load_tokenizer
 

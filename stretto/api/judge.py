@@ -18,6 +18,7 @@ from stretto.base.endpoint import served_name
 from stretto.base.errors import UserError
 from stretto.base.numbers import counted, duration, percent
 from stretto.base.paths import checkpoint_folder, quoted, remove, replacing
+from stretto.base.table import Cell, Table
 from stretto.base.track import progress, say, wide_console
 from stretto.evals.ranker import (
     FEATURES,
@@ -36,7 +37,6 @@ from stretto.evals.rated import measure_ratings, read_rated, signed, train_ratin
 from stretto.evals.scores import Interval
 from stretto.model.parallel import join
 from stretto.post.calibrate import Trust, calibrate, num_comparisons
-from stretto.report.page import Cell, Table
 from stretto.server.judge import judge_server
 from stretto.server.server import ServeSettings, open_socket
 from stretto.tasks.judge import EndpointConfig, EndpointJudge, JudgeFailed

@@ -27,6 +27,7 @@ from stretto.base.errors import UserError, check_text, user_errors
 from stretto.base.numbers import params, si
 from stretto.base.paths import CHECKPOINT, RUN_FILE, checkpoint_folder, expanded, model_name, user_cache, user_path
 from stretto.base.records import Lineage
+from stretto.base.table import Cell, Table, Tabled
 from stretto.engine.engine import Engine, stream
 from stretto.engine.loading import DTYPES, generation_ends, open_engine
 from stretto.engine.request import CONSOLE_PENALTY, Completion, EngineConfig, Phases, Request, Sampling
@@ -36,7 +37,6 @@ from stretto.model.spec import ModelConfig, Subnet, check_subnet, count, named_s
 from stretto.model.transformer import Context, Transformer
 from stretto.ops import native
 from stretto.ops.logprob import head_loss
-from stretto.report.page import Cell, Table, Tabled
 from stretto.server.calls.answers import read_answer
 from stretto.server.messages import Message, Prompts
 from stretto.text.tokenizer import Tokenizer, load_tokenizer

@@ -37,6 +37,7 @@ from stretto.base.errors import UserError, nearest, user_errors_naming
 from stretto.base.numbers import durations_alike, listed, short, si, si_alike
 from stretto.base.paths import CHECKPOINT, RUN_FILE, checkpoint_folder, claimed, read_json, user_path, write_json
 from stretto.base.records import Receipt, find_lineage
+from stretto.base.table import NOTHING, Cell, Table, in_columns
 from stretto.base.track import read_metrics, say, wide_console
 from stretto.flow.run import MOVED
 from stretto.learning.recipe import LAYOUT, START, RlRecipe
@@ -44,7 +45,7 @@ from stretto.model.checkpoint import known_hash, read_config
 from stretto.model.parallel import DeviceLike
 from stretto.model.spec import ModelConfig, count
 from stretto.post.pipeline import MODEL, RECIPE, STAGES, PipelineRecipe, Step, plan
-from stretto.report.page import NOTHING, REPORT_FOLDER, Cell, Table, in_columns
+from stretto.report.page import REPORT_FOLDER
 from stretto.report.rl import report_rl_run
 from stretto.train.recipe import SftRecipe
 from stretto.train.step import NonFiniteError

@@ -30,6 +30,7 @@ from stretto.base.records import (
     parents_of,
     read_lineage,
 )
+from stretto.base.table import Table, Tabled
 from stretto.base.track import METRICS_FILE, progress, read_metrics, wide_console
 from stretto.evals.loss import EvalBatch, evaluate, evaluate_many
 from stretto.evals.routing import routing
@@ -49,7 +50,7 @@ from stretto.report.cost import (
     family_table,
     ledger_table,
 )
-from stretto.report.page import Plot, Table, Tabled, write_page
+from stretto.report.page import Plot, write_page
 from stretto.report.rl import is_rl_run, report_rl_run
 from stretto.report.search import Kept, Load
 from stretto.report.training import Curve, ReportData, Size, headline, report_page, size_table

@@ -27,6 +27,7 @@ from stretto.base.paths import (
     require_new,
 )
 from stretto.base.records import Meter, Receipt, find_lineage
+from stretto.base.table import Cell, Table, Tabled
 from stretto.base.track import progress, say
 from stretto.data.loader import Loader
 from stretto.evals.loss import EvalBatch
@@ -49,7 +50,7 @@ from stretto.model.transformer import Context, Transformer
 from stretto.model.upcycle import refuse_fp16
 from stretto.ops.int_weights import IntScheme
 from stretto.post.quantise import PARTS, gptq, round_to_nearest, schemes_of, untie
-from stretto.report.page import Cell, Plot, Table, Tabled
+from stretto.report.page import Plot
 from stretto.subnets.candidate import Limits
 from stretto.subnets.extract import Extracted, verified_extract
 from stretto.subnets.latency import LatencyTable, read_table

@@ -24,7 +24,9 @@ from pydantic import Field
 
 from stretto.base.config import Config, read_versioned
 from stretto.base.errors import UserError
+from stretto.base.numbers import duration, params, si
 from stretto.base.paths import write_json
+from stretto.base.table import Cell, Table, Tabled
 
 LINEAGE_FILE = "lineage.json"
 SCHEMA = 1
@@ -74,7 +76,7 @@ class Elsewhere(Config):
     """Tokens it was trained on; None: unknown."""
 
 
-class Lineage(Config):
+class Lineage(Tabled, Config):
     """Origin of a checkpoint. Created by `new_lineage`; written beside the weights by the stage that wrote them.
 
     The records of its parents are part of it, so the total cost is known after the parents' folders are deleted.
@@ -110,6 +112,27 @@ class Lineage(Config):
     """Training cost before an import; None: not an import stage."""
     created: str
     """Time of writing: ISO 8601, UTC."""
+
+    @property
+    def table(self) -> Table:
+        """All stages that led to the checkpoint, ancestors first."""
+        rows = tuple(
+            (
+                Cell(stage.name),
+                Cell(stage.stage),
+                Cell(params(stage.total_params), stage.total_params),
+                Cell(params(stage.active_params), stage.active_params),
+                Cell(si(stage.receipt.tokens), stage.receipt.tokens),
+                Cell(si(stage.receipt.flops), stage.receipt.flops),
+                Cell(duration(stage.receipt.wall_s), stage.receipt.wall_s),
+                Cell(stage.created[:10]),
+            )
+            for stage in history(self)
+        )
+        columns = ("name", "stage", "params", "active", "tokens", "FLOPs", "time", "created")
+        return Table("", columns, rows, note="tokens: trained on; settings: .config; parents: .parents", num_words=2)
+
+    __str__ = Tabled.__repr__
 
 
 def new_lineage(**fields: Any) -> Lineage:

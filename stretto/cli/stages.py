@@ -446,9 +446,7 @@ def plan(
     if as_json:
         say(json.dumps(found.tree(), indent=1))
     else:
-        from stretto.report.plan import plan_table
-
-        wide_console().print(plan_table(found))
+        wide_console().print(found.table)
     if out is not None:
         from stretto.report.plan import write_plan
 

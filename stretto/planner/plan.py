@@ -12,8 +12,10 @@ from typing import Annotated, Any, Literal
 
 from stretto.base.config import Config, RecipeLike, Settings, overridden, read_recipe, read_tree, source_name
 from stretto.base.errors import UserError, user_errors
-from stretto.base.numbers import counted, size_in_bytes
+from stretto.base.numbers import counted, duration, listed, rounded, si, size_in_bytes
+from stretto.base.numbers import params as params_text
 from stretto.base.paths import checkpoint_folder, user_path
+from stretto.base.table import NOTHING, Cell, Table, Tabled
 from stretto.learning.recipe import RlRecipe
 from stretto.model.spec import ModelConfig, count
 from stretto.planner.fit import Trained, computes_in, fitted, peak
@@ -26,6 +28,8 @@ from stretto.train.recipe import ElasticConfig, ElasticizeRecipe, Recipe
 
 MOST_SIMULATED = 3
 """Layouts that a sweep of an RL recipe simulates: those with the highest bound on their speed."""
+MOST_SHOWN = 6
+"""Layouts in the table and in the figure."""
 _MOST_EP = 64
 
 
@@ -82,9 +86,23 @@ class Prediction:
         split = f" of {self.gpus_of_engine} GPUs" if self.gpus_of_engine > 1 else ""
         return f"trainer: {self.layout}; {counted(self.engines or 1, 'engine')}{split}"
 
+    @property
+    def cells(self) -> tuple[Cell, ...]:
+        """Row of the table of a plan."""
+        return (
+            Cell(self.name),
+            Cell("yes" if self.fits else "NO"),
+            Cell(self.limit),
+            Cell(size_in_bytes(self.peak), self.peak, f"of {size_in_bytes(self.available)}"),
+            Cell(duration(self.step_s), self.step_s),
+            Cell(si(self.tokens_per_s), self.tokens_per_s),
+            Cell(rounded(self.gpu_hours), self.gpu_hours),
+            NOTHING if self.dollars is None else Cell(rounded(self.dollars), self.dollars),
+        )
 
-@dataclass(frozen=True, slots=True)
-class Plan:
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Plan(Tabled):
     """Layouts of a recipe on a cluster, the fastest that fits first. Layouts that are neither faster nor smaller are left out."""
 
     recipe: str
@@ -130,6 +148,35 @@ class Plan:
     def is_measured(self) -> bool:
         """Whether all efficiencies were measured on this hardware; else the plan is a prediction."""
         return all(self.sources.values())
+
+    @property
+    def title(self) -> str:
+        """The recipe, the cluster and the size of the network, in words."""
+        sizes = f"{params_text(self.params)} parameters, {params_text(self.active_params)} active"
+        status = "measured efficiencies" if self.is_measured else "predicted"
+        return f"{self.recipe} on {self.cluster}: {status} ({sizes}, {self.dtype}, {self.steps:,} steps)"
+
+    @property
+    def origins(self) -> str:
+        """The log entry behind each efficiency, in words."""
+        known = [f"{name}: measured, “{source}”" for name, source in self.sources.items() if source]
+        assumed = [name for name, source in self.sources.items() if not source]
+        last = [f"assumed, never measured on this hardware: {listed(assumed)}"] if assumed else []
+        return f"Efficiencies: {'; '.join(known + last)}."
+
+    @property
+    def hours_name(self) -> str:
+        """What the hours of a prediction count."""
+        return "GPU-hours" if self.cluster.hardware.is_gpu else "Core-hours"
+
+    @property
+    def table(self) -> Table:
+        """The best layouts, fastest first."""
+        columns: tuple[str, ...] = ("Layout", "Fits", "Limit", "Memory", "Step", "Tokens/s", self.hours_name)
+        if self.price is not None:
+            columns = (*columns, "Dollars")
+        rows = tuple(each.cells[: len(columns)] for each in self.predictions[:MOST_SHOWN])
+        return Table(self.title, columns, rows, note=" ".join([*self.notes, self.origins]), num_words=3)
 
     def tree(self) -> dict[str, Any]:
         """All figures as plain JSON values; sizes in bytes, times in seconds."""

@@ -6,10 +6,10 @@ import math
 from collections.abc import Callable
 
 from stretto.base.numbers import percent, rounded
+from stretto.base.table import NOTHING, Cell
 from stretto.evals.diversity import MEASURES
 from stretto.evals.scores import LEVEL, Interval
 from stretto.post.suite import DomainResult
-from stretto.report.page import NOTHING, Cell
 
 INTERVALS = f"Intervals are {percent(LEVEL)} confidence intervals over problems (Gaffke's; Clopper-Pearson's for a domain with one sample per problem)."
 INFRA = "Infra errors (infrastructure errors): samples without a verdict, left out of the score."

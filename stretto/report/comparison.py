@@ -15,6 +15,7 @@ from stretto.base.errors import UserError
 from stretto.base.numbers import counted, percent, rounded, si
 from stretto.base.paths import quoted
 from stretto.base.records import git_commit
+from stretto.base.table import NOTHING, Cell, Table
 from stretto.evals.battles import Battles
 from stretto.evals.scores import LEVEL, Interval, Norm, flip_p, holm, judged, mean_interval, norm, retention
 from stretto.post.pipeline import COMPARISON_FILE
@@ -34,7 +35,7 @@ from stretto.report.cells import (
     signed_points,
     strongest_baseline,
 )
-from stretto.report.page import NOTHING, Cell, Page, Section, Table
+from stretto.report.page import Page, Section
 from stretto.report.style import BLUE, INK, LABEL_PT, MUTED, SERIES, Label
 
 

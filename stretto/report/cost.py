@@ -12,8 +12,8 @@ from matplotlib.patches import Rectangle
 
 from stretto.base import numbers
 from stretto.base.records import Elsewhere, Family, Ledger, Receipt
+from stretto.base.table import NOTHING, Cell, Table, in_columns
 from stretto.report import style
-from stretto.report.page import NOTHING, Cell, Table, in_columns
 from stretto.report.style import INK, SERIES, TEXT_PT
 
 UNKNOWN = "unknown (adopted)"

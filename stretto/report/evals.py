@@ -9,6 +9,7 @@ from matplotlib.figure import Figure
 
 from stretto.base.numbers import counted, duration, params, percent, rounded, si
 from stretto.base.records import git_commit
+from stretto.base.table import NOTHING, Cell, Table
 from stretto.evals.scores import LEVEL
 from stretto.post.panel import Chapters, Panel
 from stretto.post.suite import Evaluation
@@ -25,7 +26,7 @@ from stretto.report.cells import (
     share_cell,
     strongest_baseline,
 )
-from stretto.report.page import NOTHING, Cell, Page, Section, Table
+from stretto.report.page import Page, Section
 from stretto.report.style import BLUE, INK, LABEL_PT, ORANGE
 
 

@@ -1,4 +1,4 @@
-"""Plan of a run as a table, a figure and a page: memory and time of the best layouts, and what limits each."""
+"""Plan of a run as a figure and a page: memory and time of the best layouts, and what limits each."""
 
 from __future__ import annotations
 
@@ -9,13 +9,11 @@ from matplotlib.figure import Figure
 
 from stretto.base import numbers
 from stretto.base.paths import replacing
-from stretto.planner.plan import Plan, Prediction
+from stretto.planner.plan import MOST_SHOWN, Plan, Prediction
 from stretto.report import style
-from stretto.report.page import NOTHING, Cell, Page, Section, Table, render, to_png
+from stretto.report.page import Page, Section, render, to_png
 from stretto.report.style import INK, MUTED, PINK, SERIES, TEXT_PT
 
-MOST_SHOWN = 6
-"""Layouts in the table and in the figure."""
 _MEMORY = {
     "weights": "weights", "gradients": "gradients", "optimiser": "optimiser", "activations": "activations", "head": "head",
     "transient": "temporary", "gathered": "gathered", "exchanged": "all-to-all", "teacher": "teachers",
@@ -24,50 +22,6 @@ _MEMORY = {
 _SMALL = 0.05
 """Share of an accelerator's memory below which bars would be too short to read beside it."""
 _COLOURS = (*SERIES, PINK, MUTED, "#7a5195", "#2f4b7c")
-
-
-def plan_table(plan: Plan) -> Table:
-    """The best layouts, fastest first."""
-    rows = tuple(_line(plan, each) for each in plan.predictions[:MOST_SHOWN])
-    columns: tuple[str, ...] = ("Layout", "Fits", "Limit", "Memory", "Step", "Tokens/s", _hours(plan))
-    if plan.best.dollars is not None:
-        columns = (*columns, "Dollars")
-    return Table(title(plan), columns, rows, note=" ".join([*plan.notes, origins(plan)]), num_words=3)
-
-
-def _hours(plan: Plan) -> str:
-    return "GPU-hours" if plan.cluster.hardware.is_gpu else "Core-hours"
-
-
-def title(plan: Plan) -> str:
-    sizes = f"{numbers.params(plan.params)} parameters, {numbers.params(plan.active_params)} active"
-    status = "measured efficiencies" if plan.is_measured else "predicted"
-    return f"{plan.recipe} on {plan.cluster}: {status} ({sizes}, {plan.dtype}, {plan.steps:,} steps)"
-
-
-def origins(plan: Plan) -> str:
-    """The log entry behind each efficiency."""
-    known = [f"{name}: measured, “{source}”" for name, source in plan.sources.items() if source]
-    assumed = [name for name, source in plan.sources.items() if not source]
-    text = "; ".join(
-        [*known, f"assumed, never measured on this hardware: {numbers.listed(assumed)}" if assumed else ""]
-    )
-    return f"Efficiencies: {text.rstrip('; ')}."
-
-
-def _line(plan: Plan, each: Prediction) -> tuple[Cell, ...]:
-    cells = (
-        Cell(each.name),
-        Cell("yes" if each.fits else "NO"),
-        Cell(each.limit),
-        Cell(f"{numbers.size_in_bytes(each.peak)}", each.peak, f"of {numbers.size_in_bytes(each.available)}"),
-        Cell(numbers.duration(each.step_s), each.step_s),
-        Cell(numbers.si(each.tokens_per_s), each.tokens_per_s),
-        Cell(numbers.rounded(each.gpu_hours), each.gpu_hours),
-    )
-    if plan.best.dollars is None:
-        return cells
-    return *cells, NOTHING if each.dollars is None else Cell(numbers.rounded(each.dollars), each.dollars)
 
 
 def plan_figure(plan: Plan) -> Figure:
@@ -123,8 +77,8 @@ def write_plan(plan: Plan, path: Path) -> None:
             temporary.write_bytes(png)
             return
         best = plan.best
-        headline = f"{best.name}: {numbers.duration(best.step_s)} a step, {numbers.rounded(best.gpu_hours)} {_hours(plan)}; limited by {best.limit}."
+        headline = f"{best.name}: {numbers.duration(best.step_s)} a step, {numbers.rounded(best.gpu_hours)} {plan.hours_name}; limited by {best.limit}."
         caption = "Peak memory and time of a step of the best layouts."
-        section = Section("plan", "Layouts", caption, lambda: plan_figure(plan), "stacked bars", (plan_table(plan),))
-        page = Page(plan.recipe, headline, (title(plan), *plan.notes), (section,), origins(plan), "")
+        section = Section("plan", "Layouts", caption, lambda: plan_figure(plan), "stacked bars", (plan.table,))
+        page = Page(plan.recipe, headline, (plan.title, *plan.notes), (section,), plan.origins, "")
         temporary.write_text(render(page, {"plan": png}), encoding="utf-8")

@@ -19,12 +19,13 @@ from stretto.base.config import validate
 from stretto.base.numbers import counted, duration, listed, percent, short, si
 from stretto.base.paths import CHECKPOINT, RECIPE_FILE, read_json
 from stretto.base.records import find_lineage, git_commit
+from stretto.base.table import Cell, Table
 from stretto.base.track import read_metrics
 from stretto.flow.log import Span, read_spans
 from stretto.flow.run import MOVED
 from stretto.learning.recipe import JOURNAL_FILE, RlRecipe
 from stretto.report import style
-from stretto.report.page import Cell, Page, Section, Table, pictured, write_page
+from stretto.report.page import Page, Section, pictured, write_page
 from stretto.report.rl_timeline import timeline, timeline_caption
 from stretto.report.style import BLUE, GREEN, INK, MUTED, ORANGE, PALE, PINK, SAND, SERIES, SKY, Ends, Form, Label
 

@@ -12,10 +12,11 @@ from matplotlib.figure import Figure
 
 from stretto.base import numbers
 from stretto.base.records import Family, Ledger
+from stretto.base.table import NOTHING, Cell, Table, in_columns
 from stretto.report import style
 from stretto.report.comparison import Comparison, comparison_headline, domains_section
 from stretto.report.cost import Elasticity, cost_bars, cost_caption, family_table, ledger_table
-from stretto.report.page import NOTHING, Cell, Page, Section, Table, in_columns, pictured
+from stretto.report.page import Page, Section, pictured
 from stretto.report.search import (
     Kept,
     Load,

@@ -13,7 +13,8 @@ from markupsafe import Markup
 
 from stretto.base.numbers import si
 from stretto.base.paths import write_text
-from stretto.report.page import NOTHING, Cell, Page, Section, Table, render
+from stretto.base.table import NOTHING, Cell, Table
+from stretto.report.page import Page, Section, render
 
 Phase = Literal["search", "think", "answer"]
 """The first is the agent's own search for the question, before the model's first turn."""

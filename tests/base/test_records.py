@@ -331,3 +331,10 @@ def test_break_even_is_the_first_n_that_pays(parent: int, own: int, alone: int, 
     else:
         assert pays(n)
         assert n == 1 or not pays(n - 1)
+
+
+def test_a_session_shows_a_lineage_as_the_table_of_its_stages() -> None:
+    lines = [line.split() for line in repr(CHILD).splitlines()]
+    assert lines[1] == ["name", "stage", "params", "active", "tokens", "FLOPs", "time", "created"]
+    assert [line[:4] for line in lines[3:5]] == [["base", "pretrain", "30", "10"], ["small", "heal", "10", "5"]]
+    assert str(CHILD) == repr(CHILD) and CHILD._repr_html_().startswith("<table>")

@@ -20,6 +20,15 @@ def test_the_table_names_limit_and_origin(stretto: Run) -> None:
         assert words in " ".join(result.out.split())
 
 
+def test_a_session_shows_the_table_of_the_command(stretto: Run) -> None:
+    found = plan("small", gpus="8xH200", sweep=True)
+    assert repr(found) == str(found) == found.table.text()
+    printed = stretto("plan", "small", "--gpus", "8xH200", "--sweep").out
+    words, shown = (set(text.replace("─", "").split()) for text in (printed, repr(found)))  # the two have other widths
+    assert shown == words and "Limit" in words
+    assert found._repr_html_().startswith("<table><caption>small.toml on 8xH200: predicted")
+
+
 def test_json_has_all_figures_and_the_files_are_written(stretto: Run, tmp_path: Path) -> None:
     picture, page = tmp_path / "plan.png", tmp_path / "plan.html"
     result = stretto("plan", "rl_gym", "--gpus", "4xH100", "--verdict-s", "2", "--json", "-o", picture)

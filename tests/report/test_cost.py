@@ -17,6 +17,7 @@ from stretto.base.records import (
     ledger,
     new_lineage,
 )
+from stretto.base.table import Table
 from stretto.report.cost import (
     Control,
     Elasticity,
@@ -27,7 +28,6 @@ from stretto.report.cost import (
     family_table,
     ledger_table,
 )
-from stretto.report.page import Table
 
 
 def lineage(name: str, stage: str, flops: int, *parents: Lineage) -> Lineage:

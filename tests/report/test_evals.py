@@ -10,6 +10,7 @@ import pytest
 from rich.console import Console
 
 from stretto.base.errors import UserError
+from stretto.base.table import Table
 from stretto.evals.scores import Interval, flip_p, holm
 from stretto.post.suite import Cost, DomainResult, Evaluation
 from stretto.report.comparison import (
@@ -22,7 +23,7 @@ from stretto.report.comparison import (
     stage_table,
 )
 from stretto.report.evals import answers_table, asked_table, baseline_table, cost_table, evaluation_page, score_table
-from stretto.report.page import Table, write_page
+from stretto.report.page import write_page
 
 SOME = Interval(0.25, 0.125, 0.5)
 

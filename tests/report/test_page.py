@@ -7,7 +7,7 @@ from io import StringIO
 import pytest
 from rich.console import Console
 
-from stretto.report.page import NOTHING, Cell, Table, in_columns
+from stretto.base.table import NOTHING, Cell, Table, in_columns
 
 ROWS = tuple(
     (Cell(name, note="6 layers, 24 experts"), Cell(total), Cell("768 B"), Cell("3.014"), Cell("2.998"))
