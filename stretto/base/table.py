@@ -15,6 +15,8 @@ from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
+from stretto.base.track import PIPE_COLUMNS
+
 WORDS_WIDTH = 16
 """Smallest width, in characters, to which a column of words is narrowed on a console."""
 Rows = tuple[tuple["Cell", ...], ...]
@@ -126,7 +128,7 @@ class Table:
 
     def text(self) -> str:
         """As plain text, for a console or a log."""
-        console = Console(width=100, no_color=True, record=True, file=StringIO(), force_jupyter=False)
+        console = Console(width=PIPE_COLUMNS, no_color=True, record=True, file=StringIO(), force_jupyter=False)
         console.print(self)
         return console.export_text().rstrip()
 
