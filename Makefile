@@ -19,8 +19,14 @@ DOCS_STAMP := $(VENV)/.installed-docs
 # Settings under which torch, its libraries and the compiled kernels compute as on a processor that has AVX2 and no AVX-512.
 AVX2 := ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2 CXX=$(CURDIR)/.ci/g++-avx2
 NUMERICAL := ops model engine train learning flow post subnets
+# Settings under which reads and writes of the compiled kernels outside of their memory, and undefined behaviour, end a test.
+SANITISED = CXX=$(CURDIR)/.ci/g++-sanitised XDG_CACHE_HOME=$(CURDIR)/build/sanitised ASAN_OPTIONS=detect_leaks=0 \
+	UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 \
+	LD_PRELOAD="$(foreach each,asan ubsan stdc++,$(shell g++ -print-file-name=lib$(each).so))"
+COMPILED := $(addprefix ops/test_,kernels moe_kernels native int_product tile_products training products rows documents) \
+	$(addprefix engine/test_,forward_cpu int_engine sampling)
 
-.PHONY: help environment demo demo-post demo-smol smollm2 test test-slow test-avx2 test-deps check format docs bench clean
+.PHONY: help environment demo demo-post demo-smol smollm2 test test-slow test-avx2 test-sanitised test-deps check format docs bench clean
 .DEFAULT_GOAL := help
 
 help:
@@ -30,6 +36,7 @@ help:
 	@echo "make test       the fast tests"
 	@echo "make test-slow  the slow tests"
 	@echo "make test-avx2  the fast tests of numerical code, as a processor without AVX-512 runs them"
+	@echo "make test-sanitised  the fast tests of the compiled CPU kernels, with sanitizers of addresses and undefined behaviour"
 	@echo "make test-deps  install the programs that some tests need: bubblewrap, chromium, g++ (apt-get)"
 	@echo "make check      lint, format, types, import contracts"
 	@echo "make format     rewrite the sources as 'make check' wants them"
@@ -65,6 +72,9 @@ test-slow: $(DEV_STAMP)
 
 test-avx2: $(DEV_STAMP)
 	@$(AVX2) $(PYTEST) -q -n 2 $(addprefix tests/,$(NUMERICAL))
+
+test-sanitised: $(DEV_STAMP)
+	@$(SANITISED) $(PYTEST) -q --timeout 900 $(patsubst %,tests/%.py,$(COMPILED))
 
 test-deps:
 	@missing=""; \

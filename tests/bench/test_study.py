@@ -318,6 +318,7 @@ def test_the_committed_record_prints_the_misses_that_the_documents_state() -> No
     assert [line.split(":")[0] for line in missed] == [
         "elastic full − ordinary, equal tokens",
         "elastic full − ordinary, equal FLOPs",
+        "random Subnets in which ernie is not worse than ours, equal FLOPs",
     ]
 
 

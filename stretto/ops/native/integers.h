@@ -56,7 +56,7 @@ inline void quantise_row(const float* x, int width, int8_t* codes, float* scale,
             const IntVec code = __builtin_convertvector((load(x + k + i) * inverse + magic) - magic, IntVec);
             const SmallVec small = __builtin_convertvector(code, SmallVec);
             std::memcpy(codes + k + i, &small, sizeof small);
-            total += code;
+            total += __builtin_convertvector(small, IntVec);  // not `code`, whose sum may overflow where an input is not finite
         }
         int32_t all = 0;
         for (int lane = 0; lane < LANES; lane++) all += total[lane];
