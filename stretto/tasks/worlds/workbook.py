@@ -83,6 +83,8 @@ _HARMFUL: Final = (
 _LIMITS = f"""
 import os, resource, sys
 for kind, limit in ((resource.RLIMIT_AS, {_MEMORY}), (resource.RLIMIT_FSIZE, {_MAX_BYTES}), (resource.RLIMIT_CORE, 0)):
+    hard = resource.getrlimit(kind)[1]
+    limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
     resource.setrlimit(kind, (limit, limit))
 """
 _OFFICE = f"{_LIMITS}os.execv(sys.argv[1], sys.argv[1:])"

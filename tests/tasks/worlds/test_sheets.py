@@ -179,6 +179,16 @@ def test_a_formula_that_takes_too_much_memory_is_an_error_of_its_workbook(monkey
     assert found[0] is None and found[1] and found[1]["Data", 1, 3] == 3
 
 
+@pytest.mark.parametrize(("kind", "hard"), [("RLIMIT_AS", 1900 << 20), ("RLIMIT_FSIZE", 60 << 20)])
+def test_the_engine_starts_below_lower_limits_of_the_process(
+    kind: str, hard: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lower = f"import resource\nresource.setrlimit(resource.{kind}, ({hard}, {hard}))\n"
+    monkeypatch.setattr(workbook, "_IRONCALC", lower + workbook._IRONCALC)
+    (cells,) = Recalculator("ironcalc", "x").values([computed("=A1+1")])
+    assert cells and cells["Data", 1, 3] == 3
+
+
 def test_a_slow_formula_is_computed_once_and_holds_up_nobody_else(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(workbook, "_EACH_S", 0.5)
     slow, quick = computed("=SUMPRODUCT((A1:A20000)*(B1:B20000))", "C1:D500"), computed("=A1+1")
