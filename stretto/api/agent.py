@@ -64,8 +64,10 @@ _BUSY, _TRIES = (429, 503), 5
 _ABOUT_SIZE = "elastic: "
 """Beginning of the server's messages about the size that a request names."""
 _ANSWER_NOW = "The budget is used up. Answer now, with what you have."
-_SOURCES = re.compile(r"[\s*#•-]*(?:(?:sources?|references?)\b\W*(?:[:\[【]|$)|[\[【]|$)", re.IGNORECASE)
-"""Beginning of a line that lists sources, and an empty line."""
+_HEADING = re.compile(r"[\s*#•_(-]*(?:sources?|references?|citations?)\b[^\n:]{0,20}(?::|\W*$)", re.IGNORECASE)
+"""Beginning of a list of sources."""
+_CITES = re.compile(r"[\s*#•-]*(?:\d+\.\s*)?[\[【]")
+"""Beginning of a line about a citation."""
 _PLAN = "Before you use a tool, say in a few lines what has to be found, and in which order."
 
 
@@ -278,8 +280,10 @@ def _vote(run: Run) -> str:
     found = find_answer(run.text, form)
     text = found.text
     if run.num_opened is not None:  # there was a search tool, so brackets are citations
-        lines = [] if found.is_marked else reversed(spoken(run.text).splitlines())
-        text = without_citations(next((line for line in lines if not _SOURCES.match(line)), text))
+        lines = spoken(run.text).splitlines()
+        end = next((at for at, line in enumerate(lines) if at and _HEADING.match(line)), len(lines))
+        kept = [line for line in lines[:end] if re.search(r"\w", without_citations(line)) and not _CITES.match(line)]
+        text = without_citations(text if found.is_marked or not kept else kept[-1])
     answer = bare(text).casefold()
     number = as_number(answer)
     return answer if number is None else str(number)

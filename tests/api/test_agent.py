@@ -236,11 +236,24 @@ def test_the_most_frequent_answer_wins() -> None:
         "Vik ([1] and [2])\n\n## References\n[1]\n[2]",
         "<answer>Vik [1], [2]</answer>\nSources: [1]",
         "[1] Vik",
+        "Vik\n([1], [2])",
+        "Vik\n(Source: [1])",
+        "Vik\n\nCitations: [1]",
+        "Vik\nSources consulted: [1], [2]",
+        "Vik\nSources\nEns, Ada",
+        "**Vik**\n**Sources**\n1. Ens\n2. Ada",
+        "Vik\n1. [1] Ens",
     ],
 )
 def test_a_list_of_sources_is_no_vote(text: str) -> None:
     runs = [Run(seed, (), each, Ending.ANSWER, (), num_opened=2) for seed, each in enumerate(("Vik", text))]
     assert voted(runs) == (runs[0], 2)
+
+
+def test_a_first_line_that_looks_like_a_heading_is_a_vote() -> None:
+    texts = ("Source: 6 km", "Source: 5 km", "Source: 5 km [1]")
+    runs = [Run(seed, (), text, Ending.ANSWER, (), num_opened=2) for seed, text in enumerate(texts)]
+    assert voted(runs) == (runs[1], 2)
 
 
 def test_brackets_are_a_vote_where_nothing_can_be_cited() -> None:
