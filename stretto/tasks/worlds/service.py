@@ -44,7 +44,7 @@ _DONE = "Done."
 _PATIENCE = 16
 """Number of turns after which a customer ends the conversation."""
 _STATE_AFTER: Mapping[Operation, str] = {"cancel": "cancelled", "refund": "refunded"}
-_NOT: Final = frozenset({"not", "never", "cannot", "without"})
+_NOT: Final = frozenset({"not", "never", "cannot", "without", "no", "dont", "wont", "cant"})
 _TEXT = {"type": "string"}
 
 
@@ -493,8 +493,8 @@ def _customer(case: _Case, messages: Sequence[Mapping[str, Any]]) -> tuple[str |
         named = set(re.findall(r"[^\W_]+", text))
         if not re.search("[?？]", text) or wanted is None or number >= _PATIENCE:
             reply = None
-        elif not wanted.facts <= named or named & ids - wanted.facts or not _proposes(text, wanted.operation):
-            # A question that names other records, too, or does not propose the operation gets no consent.
+        elif not wanted.facts <= named or named & ids - wanted.facts or not _names(text, wanted.operation):
+            # A question that names other records, too, or does not name the operation, or negates it, gets no consent.
             reply = _phrase(wanted, case)
         elif place + 1 == len(case.script):
             reply = YES
@@ -505,11 +505,11 @@ def _customer(case: _Case, messages: Sequence[Mapping[str, Any]]) -> tuple[str |
     return reply, place
 
 
-def _proposes(text: str, operation: Operation) -> bool:
-    """Whether ``text`` names the operation, in any form of the word, and no negation stands before it in the same sentence."""
+def _names(text: str, operation: Operation) -> bool:
+    """Whether ``text`` names the operation, in any form of the word, and no negation stands before it in the same clause."""
     stem = operation.removesuffix("e")  # also of changing and created
-    for sentence in re.split(r"[.!?？\n]", text.lower()):
-        words = re.findall(r"[^\W_]+(?:['’]t)?", sentence)
+    for clause in re.split(r"[.!?？\n,;:]|\b(?:so|but)\b", text.lower()):
+        words = re.findall(r"[^\W_]+(?:['’]t)?", clause)
         place = next((place for place, word in enumerate(words) if word.startswith(stem)), None)
         if place is not None and not any(word in _NOT or word.endswith(("'t", "’t")) for word in words[:place]):
             return True

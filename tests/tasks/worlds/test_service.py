@@ -207,6 +207,12 @@ def test_a_question_about_all_records_gets_no_yes() -> None:
         ("I can't {} {}, all right?", False),
         ("I won’t {} {}, all right?", False),
         ("Shall I refund {1}?", False),
+        ("If you do not mind, shall I {} {}?", True),
+        ("It is not shipped, so shall I {} {}?", True),
+        ("It isn't shipped: may I {} {}?", True),
+        ("I am no longer able to {} {}, all right?", False),
+        ("There is no way to {} {}, all right?", False),
+        ("Dont {} {}, all right?", False),
     ],
 )
 def test_consent_needs_a_question_that_proposes_the_action(question: str, is_asked: bool) -> None:
