@@ -6,6 +6,7 @@ Only the answer in the last turn is scored, by default in the format ``tags``. C
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Literal, NamedTuple
@@ -31,6 +32,9 @@ _TOOLS: Mapping[ToolKind, tuple[str, str, str]] = {
 """Name and description of each tool's argument, and description of the tool."""
 _COUNTRIES = ("Ardal", "Belmora", "Corvia", "Dunmar", "Estrel")
 _NAMES = ("Al", "Bri", "Cor", "Del", "Fen", "Gar", "Hol", "Is", "Jor", "Kel"), ("ford", "mere", "ton", "vik", "wick")
+_EQUALS = re.compile("(?<![<>!=])=+")
+"""Between a calculation and its result; not the end of ``>=`` or ``!=``."""
+_PERCENT = re.compile(r"%|\bper\s?cent\b|\bpct\b", re.IGNORECASE)
 
 
 class ToolsArgs(Config):
@@ -81,12 +85,12 @@ class ToolsSource(TaskSource):
         found = find_answer(answer.text, self.args.format)
         gold = problem.payload["answer"]
         value = as_number(gold)
-        text = found.text.rpartition("=")[2]
+        text = _EQUALS.split(found.text)[-1] if found.is_marked else found.text
         if value is None:
             right = bare(found.text).casefold() == gold.casefold()
         else:
             number = number_with_unit(text) if found.is_marked else None
-            right = "%" not in text and value in (as_number(text), number)
+            right = not _PERCENT.search(text) and value in (as_number(text), number)
         parts = {"marked": float(found.is_marked)}
         if answer.messages:
             parts["calls"] = float(sum(message.get("role") == "tool" for message in answer.messages))

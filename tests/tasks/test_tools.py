@@ -66,6 +66,7 @@ def test_a_unit_and_the_calculation_may_stand_beside_a_right_number(source: Tool
             f"{gold} cities",
             f"{int(gold):,} inhabitants",
             f"1810 * 2 - 5 = {gold}",
+            f"1810 * 2 - 5 == {gold}",
             f"a = **{gold} people**",
         ):
             assert source.score(problem, Answer(f"<answer>{text}</answer>")).ok, text
@@ -76,8 +77,14 @@ def test_a_unit_and_the_calculation_may_stand_beside_a_right_number(source: Tool
             f"{gold} = 1",
             f"{gold} or {gold}",
             f"{gold}\\%",
+            f"{gold} per cent",
+            f"{gold} percent",
+            f"{gold} pct",
+            f"x >= {gold}",
+            f"x != {gold}",
         ):
             assert not source.score(problem, Answer(f"<answer>{text}</answer>")).ok, text
+        assert not source.score(problem, Answer(f"not sure, I guess it is = {gold}")).ok
 
 
 def test_the_same_problems_without_tools(source: ToolsSource) -> None:
