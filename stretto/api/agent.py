@@ -367,24 +367,26 @@ async def _runs(
     async with endpoint(model, server, serving) as opened:
         with progress("agent") as advance:
 
-            async def one(number: int) -> Run:
+            async def one(number: int) -> Run | ApiFailure | httpx.TransportError:
                 desk, name = new_desk(), f"run {number + 1}: " if options.votes > 1 else ""
                 seed = options.seed + number
 
                 def tell(line: str) -> None:
                     advance(1, f"{name}{line}"[:100])
 
-                run = await run_agent(opened, prompt, desk.tools, options, seed, tell, first_query)
+                try:
+                    run = await run_agent(opened, prompt, desk.tools, options, seed, tell, first_query)
+                except (ApiFailure, httpx.TransportError) as failure:
+                    return failure
                 if desk.reader is None:
                     return run
                 return replace(run, sources=_sources(run, desk.reader), num_opened=len(desk.reader.opened))
 
-            ended = await asyncio.gather(*map(one, range(options.votes)), return_exceptions=True)
+            ended = await asyncio.gather(*map(one, range(options.votes)))
     runs = [each for each in ended if isinstance(each, Run)]
-    failures = [each for each in ended if isinstance(each, BaseException)]
-    for failure in failures:
-        if not runs or not isinstance(failure, ApiFailure | httpx.TransportError):
-            raise failure
+    failures = [each for each in ended if not isinstance(each, Run)]
+    if not runs:
+        raise failures[0]
     if failures:
         reason = str(failures[0]) or type(failures[0]).__name__
         say(f"{len(failures)} of {len(ended)} runs failed and have no vote: {reason}", style="yellow")

@@ -21,6 +21,8 @@ from starlette.routing import Route
 
 from stretto.api import agent
 from stretto.api.agent import AgentOptions, Desk, Endpoint, run_agent, voted
+from stretto.api.serve import ServeOptions
+from stretto.base.errors import UserError
 from stretto.report.transcript import NO_ANSWER, NO_SOURCE, Ending, Run, Source, phase_table, write_transcript
 from stretto.server.client import ApiFailure, Client
 from stretto.tasks.corpus import Corpus, Document, Reader
@@ -164,6 +166,36 @@ def test_runs_that_end_are_counted_where_others_fail(
     assert "have no vote: 500: boom" in done.out and json.loads(record.read_text())["answer"] == "12"
     failing |= {0, 2, 4}
     refused(stretto(*told), "the server refuses a request: 500: boom")
+
+
+@pytest.mark.parametrize("failure", [UserError("--answer nosuch: no such preset"), KeyError("a fault of our own")])
+def test_an_error_that_all_runs_would_have_ends_the_others(failure: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    ended = []
+
+    async def run(endpoint: Endpoint, prompt: Any, tools: Any, options: Any, seed: int, *rest: Any) -> Run:
+        if seed == 0:
+            raise failure
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            ended.append(seed)
+            raise
+        raise AssertionError("the run was not ended")
+
+    @asynccontextmanager
+    async def opened(*_: Any) -> AsyncIterator[None]:
+        yield
+
+    monkeypatch.setattr(agent, "run_agent", run)
+    monkeypatch.setattr(agent, "endpoint", opened)
+    options, desk = AgentOptions(votes=3, temperature=1.0), Desk(())
+
+    async def work() -> None:
+        await agent._runs(None, "http://test", PROMPT, "", lambda: desk, options, ServeOptions())
+
+    with pytest.raises(type(failure)):
+        asyncio.run(work())
+    assert sorted(ended) == [1, 2]
 
 
 def test_a_small_size_searches_and_another_answers() -> None:
