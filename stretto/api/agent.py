@@ -229,7 +229,7 @@ def _turn(response: Mapping[str, Any], phase: Phase) -> tuple[Turn, dict[str, An
     message, usage = response["choices"][0]["message"], response.get("usage") or {}
     elastic, text, calls = usage.get("elastic") or {}, message.get("content") or "", message.get("tool_calls") or []
     if not isinstance(text, str):
-        text = "".join(part.get("text") or "" for part in text)
+        text = "".join(part if isinstance(part, str) else (part or {}).get("text") or "" for part in text)
     turn = Turn(
         phase=phase,
         size=str(elastic.get("subnet", "")),
@@ -257,7 +257,7 @@ async def _call(
         seconds = time.perf_counter() - start
         finished.append(replace(call, result=result.text, outcome=result.outcome.value, seconds=seconds))
         messages.append(
-            {"role": "tool", "tool_call_id": request.get("id", ""), "name": call.name, "content": result.text}
+            {"role": "tool", "tool_call_id": request.get("id") or "", "name": call.name, "content": result.text}
         )
     return tuple(finished)
 

@@ -133,19 +133,20 @@ def test_bad_calls_are_told_to_the_model() -> None:
 
 
 def test_replies_of_other_servers_are_read() -> None:
-    """Arguments as an object, null or missing, a call without an id, and content in parts."""
-    replies: list[dict[str, Any]] = [call("open", "") for _ in range(4)]
+    """Arguments as an object, null or missing, a call without an id or with null, and content in parts."""
+    replies: list[dict[str, Any]] = [call("open", "") for _ in range(5)]
     functions = [reply["tool_calls"][0]["function"] for reply in replies]
     functions[0]["arguments"], functions[1]["arguments"] = {"id": "1"}, None
     del functions[2]["arguments"]
     functions[3]["arguments"] = '{"id": "2"}'
     del replies[3]["tool_calls"][0]["id"]
-    parts = [{"type": "text", "text": "Vik "}, {"type": "image_url"}, {"type": "text", "text": "[1]"}]
+    functions[4]["arguments"], replies[4]["tool_calls"][0]["id"] = '{"id": "2"}', None
+    parts = [{"type": "text", "text": "Vik "}, {"type": "image_url"}, None, "[", {"type": "text", "text": "1]"}]
     run, asked, desk = ran([*replies, {"content": parts}])
     assert run.text == "Vik [1]" and desk.reader is not None and desk.reader.opened == ["1", "2"]
     told = [message for message in asked[-1]["messages"] if message["role"] == "tool"]
-    assert [each["content"].startswith("error") for each in told] == [False, True, True, False]
-    assert [each["tool_call_id"] for each in told] == ["c1", "c1", "c1", ""]
+    assert [each["content"].startswith("error") for each in told] == [False, True, True, False, False]
+    assert [each["tool_call_id"] for each in told] == ["c1", "c1", "c1", "", ""]
 
 
 def test_runs_that_end_are_counted_where_others_fail(
