@@ -179,7 +179,7 @@ Criteria, each with the points that it gives at most (negative ones are faults, 
 
 End with one line: SCORES: and the points for each criterion in order, separated by blanks."""
 _NUMBER: Final = r"[-+]?(?:\d+(?:\.\d+)?|\.\d+)"
-_NUMBERS: Final = re.compile(rf"[(\[]?{_NUMBER}(?:[\s,;]+{_NUMBER})*")
+_NUMBERS: Final = re.compile(rf"[(\[`]?{_NUMBER}(?:[\s,;|&\[\]]+{_NUMBER})*")
 """A list of numbers. "3/5" and "4 out of 5" are none: they would be read as the points for two criteria."""
 _PREFER = """{criteria}
 Which answer is better? End with one line: VERDICT: A, VERDICT: B, or VERDICT: TIE where neither is."""

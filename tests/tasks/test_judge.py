@@ -146,6 +146,15 @@ def test_scores_that_are_not_a_list_of_numbers_are_asked_for_again(tmp_path: Pat
         assert scored(source(path, url, rubric=rubric), "Hi").reward == 0.375 and len(asked) == 2
 
 
+@pytest.mark.parametrize("said", ["1 | 2", "[1] [2]", "`1 2`", "1 & 2"])
+def test_lists_of_scores_in_usual_typography_are_read(tmp_path: Path, said: str) -> None:
+    path = tmp_path / "plain.jsonl"
+    path.write_text('{"prompt": "Hello"}')
+    rubric = [{"criterion": each, "points": 2} for each in ("kind", "clear")]
+    with judging(lambda body: f"SCORES: {said}") as (url, asked):
+        assert scored(source(path, url, rubric=rubric), "Hi").reward == 0.75 and len(asked) == 1
+
+
 def test_the_recipes_rubric_is_for_prompts_without(tmp_path: Path) -> None:
     path = tmp_path / "plain.jsonl"
     path.write_text('{"prompt": "Hello"}')
