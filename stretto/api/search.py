@@ -161,12 +161,8 @@ class Search(Tabled):
             for each in found
         )
         columns = ("sub-network", "total", "active", "ms/step", "loss", "healed", "fits")
-        return Table(
-            "",
-            columns,
-            rows,
-            note="* chosen; layers in brackets are dropped, counted from 0; loss in nats per token on held-out text",
-        )
+        brackets = " layers in brackets are dropped, counted from 0;" if self.result.space.layers == "free" else ""
+        return Table("", columns, rows, note=f"* chosen;{brackets} loss in nats per token on held-out text")
 
     def plot(self) -> Plot:
         """Figure of loss over size: every candidate, the limits, and the chosen sub-network."""

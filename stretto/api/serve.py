@@ -329,7 +329,10 @@ def _open(source: Path, options: ServeOptions) -> tuple[OpenedEngine, ServedMode
         fit = fitting_subnet(source, memory, options.latency_ms, device, dtype, config)
         cut, step = fit.subnet, "" if fit.step_ms is None else f", {fit.step_ms:.2f} ms a token alone"
         loss = "" if fit.nll is None else f", held-out loss {fit.nll:.3f}"
-        _say(f"auto: {fit.name} ({cut.label()}): {size_in_bytes(fit.weight_bytes)} of weights{step}{loss}")
+        size = cut.label()
+        has_name = not fit.name.startswith(size.partition(",")[0])  # else the name is a label, with the dropped layers
+        name = f"{fit.name} ({size})" if has_name else fit.name
+        _say(f"auto: {name}: {size_in_bytes(fit.weight_bytes)} of weights{step}{loss}")
     elif options.subnet == BEST:
         cut = best_subnet(source, read_config(folder))
     elif options.latency_ms is not None:
@@ -499,7 +502,7 @@ def _candidates(
         return sorted(found, key=lambda each: -count(network, each[1]).active_params)
     known = [(each, each.nll) for each in record.result.candidates if each.nll is not None]
     known.sort(key=lambda pair: pair[1])
-    return [(each.name or each.subnet.label(), each.subnet, nll) for each, nll in known]
+    return [(each.name or record.result.label(each.subnet), each.subnet, nll) for each, nll in known]
 
 
 # --- load tests -------------------------------------------------------------------------------------------------------

@@ -180,7 +180,21 @@ def test_searched_it_is_the_lowest_loss_that_fits(served_run: Path, tmp_path: Pa
     run = searched(served_run, tmp_path / "run", {SERVED.full(): 2.5, SMALL: 2.9, half: 2.4, shallow: None})
     assert (fit(run).subnet, fit(run).nll) == (half, 2.4)
     least = fit(run, needs(half) - 1)
-    assert (least.subnet, least.nll, least.name) == (SMALL, 2.9, SMALL.label())
+    assert (least.subnet, least.nll) == (SMALL, 2.9)
+    layers, comma, widths = SMALL.label().partition(",")
+    dropped = sorted(set(SERVED.full().layers) - set(SMALL.layers))
+    assert least.name == f"{layers} (without {', '.join(map(str, dropped))}){comma}{widths}"
+
+
+def test_auto_prints_the_size_of_a_name_and_a_size_without_name_once(
+    served_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = searched(served_run, tmp_path / "run", {SERVED.full(): 2.5, SMALL: 2.4})
+    with threads_kept():
+        _open(run, ServeOptions(subnet="auto", device="cpu"))
+        assert capsys.readouterr().out.partition("auto: ")[2].count("layers") == 1
+        _open(served_run, ServeOptions(subnet="auto", device="cpu"))
+    assert f"auto: full ({SERVED.full().label()})" in capsys.readouterr().out
 
 
 def test_other_weights_than_those_that_were_searched_have_no_best_size(served_run: Path, tmp_path: Path) -> None:

@@ -2,11 +2,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Literal
 
 import numpy as np
+import pytest
 from matplotlib.collections import QuadMesh
 from matplotlib.figure import Figure
 
+from stretto.api.search import Search
 from stretto.report.search import Kept, Load, candidates, expert_load, kept_grid, search_caption
 from tests.report.searches import Point, searched
 
@@ -42,6 +45,14 @@ def test_candidates_shows_candidates_limits_and_the_chosen() -> None:
     stairs = next(line for line in axes.lines if line.get_drawstyle() == "steps-post")
     assert list(stairs.get_xdata()) == [200, 450, 1_000]
     assert list(stairs.get_ydata()) == [3.7, 3.4, 3.0]
+
+
+@pytest.mark.parametrize("layers", ["free", "nested"])
+def test_a_table_explains_brackets_where_it_may_have_them(layers: Literal["free", "nested"]) -> None:
+    found = searched(POINTS, 9)
+    table = Search(found.replace(space=found.space.replace(layers=layers))).table
+    assert ("layers in brackets" in table.note) is (layers == "free")
+    assert table.note.startswith("* chosen; ") and table.note.endswith("; loss in nats per token on held-out text")
 
 
 def test_candidates_without_a_latency_table_claims_no_latency() -> None:
