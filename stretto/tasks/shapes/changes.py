@@ -103,12 +103,9 @@ def _added(turn: Turn) -> Step:
     moved = found.relations[len(ledger.relations) :]
     stray = [each for each in new if ledger.things and not _is_introduced(each, clause)]
     if stray:
-        known = {each.noun for each in ledger.things}
-        missing = [
-            each.noun
-            for each in stray
-            if each.noun not in known and re.search(rf"\bthe (?:[\w-]+ )*?{re.escape(each.noun)}", clause, re.I)
-        ]
+        known = "|".join(re.escape(each.noun) for each in ledger.things) or "$"
+        name = rf"\bthe (?:(?!(?:{known}|should|must|is|are)\b)[\w-]+ )*?(?!(?:{known})\b)"
+        missing = [each.noun for each in stray if re.search(f"{name}{re.escape(each.noun)}", clause, re.I)]
         if missing:
             raise _absent_thing(missing[0], f"the {missing[0]}", clause)
         raise Unclear(f"What is to change by {clause!r}?")
@@ -509,9 +506,10 @@ def bare(text: str) -> str:
 _NEW = r"add|include|insert|draw|also"
 _PLACE = re.compile(rf"\b(?:{'|'.join(sorted(RELATIONS, key=len, reverse=True))})\b", re.I)
 _FILLERS = re.compile(
-    r"(?:[^\w'’-]|\b(?:a|all|an|and|as|be|belongs?|better|both|bring|can|change|colou?r|could|do|enough|for|give|has|have|i|i['’]?d|in|is|it|its|just|"
-    r"let|let['’]s|like|look|make|move|must|need|number|of|only|paint|place|prefer|put|rather|re-?colou?r|relocate|see|set|shift|should|so|"
-    r"that|the|their|them|there|these|those|to|turn|use|want|will|with|would|after all|as well|too$|instead(?! of)|are|at|now)\b)*",
+    r"(?:[^\w'’-]|\b(?:a|all|an|and|as|be|belongs?|better|both|bring|can|change|colou?r|completely|could|directly|do|enough|entirely|exactly|for|"
+    r"give|go(?:es)?|has|have|i|i['’]?d|in|is|it|its|just|let|let['’]s|like|look|make|move|must|needs?|number|of|only|paint|place|prefer|put|rather|"
+    r"really|re-?colou?r|relocate|see|set|shift|should|so|that|the|their|them|there|these|those|to|turn|use|want|will|with|would|"
+    r"after all|as well|too$|instead(?! of)|are|at|now)\b|['’]s\b)*",
     re.I,
 )
 """Words of a turn that do not change its meaning. With any other word beside the thing and its colour, number or place it is not understood."""

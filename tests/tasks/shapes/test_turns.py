@@ -60,6 +60,30 @@ START = "a red cube left of a blue sphere"
         ("get rid of the sphere", "A red cube."),
         ("replace the cube with a cone", "A red cone and a blue sphere. The red cone is left of the blue sphere."),
         ("start over: a white dog", "A white dog."),
+        (
+            "there should be exactly three cubes",
+            "Three red cubes and a blue sphere. The red cubes are left of the blue sphere.",
+        ),
+        (
+            "the sphere should really be yellow",
+            "A red cube and a yellow sphere. The red cube is left of the yellow sphere.",
+        ),
+        (
+            "the sphere needs to be entirely yellow",
+            "A red cube and a yellow sphere. The red cube is left of the yellow sphere.",
+        ),
+        (
+            "change the sphere's colour to yellow",
+            "A red cube and a yellow sphere. The red cube is left of the yellow sphere.",
+        ),
+        (
+            "the cube goes directly above the sphere",
+            "A red cube and a blue sphere. The red cube is above the blue sphere.",
+        ),
+        (
+            "the cube sits on the sphere",
+            "A sitting red cube and a blue sphere. The sitting red cube is on the blue sphere.",
+        ),
     ],
 )
 def test_a_turn_changes_what_it_speaks_of_and_nothing_else(turn: str, expected: str) -> None:
@@ -135,6 +159,7 @@ def test_a_quality_of_some_keeps_the_others(turn: str, expected: str) -> None:
         "one circle less",
         "make four circles bigger",
         "the circle should be asleep",
+        "the circle should blink",
         "make both circles green",
         "undo the undo",
     ],
@@ -142,6 +167,7 @@ def test_a_quality_of_some_keeps_the_others(turn: str, expected: str) -> None:
 def test_a_turn_with_a_word_that_is_not_understood_is_asked_about(turn: str) -> None:
     before = after("a red circle right of a blue square")
     told = tell(before, turn)
+    assert "is one to be added" not in "".join(told.questions)
     assert told.questions and told.conversation.states is before.states
 
 
