@@ -135,8 +135,18 @@ def _is_guess(turn: Turn, found: Ledger) -> bool:
     changed = [(ledger.thing(each.id), each) for each in found.things if each.id < turn.next_id]
     qualities = {word for before, now in changed for word in {*now.qualities} - {*before.qualities}}
     worn = " ".join(colour for each in found.things for colour in each.colours)
+    is_made = (
+        new
+        and re.fullmatch(  # "make a green triangle left of the circle", but not "make a dog run" or "make a circle bigger"
+            rf"make (?:an?|another) (?!little\b){re.escape(new[0].name)}(?: (?:and|with|{_PLACE.pattern}) .+)?",
+            turn.clause,
+            re.I,
+        )
+        and " " not in new[0].noun
+        and new[0].noun not in {each.noun for each in ledger.things}
+    )
     return (
-        bool(new and re.match(r"(?:make|change|turn|let|resize|re-?colou?r)\b", turn.clause, re.I))
+        bool(new and not is_made and re.match(r"(?:make|change|turn|let|resize|re-?colou?r)\b", turn.clause, re.I))
         or bool(re.match(r"(?:the|it|they)\b", turn.clause, re.I) and any(each.id not in linked for each in new))
         or (found.unread == ledger.unread and any(before.colours != now.colours for before, now in changed))
         or any(word not in QUALITIES and not re.search("(?<!th)ing$", word) for word in qualities)

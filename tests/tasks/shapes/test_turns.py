@@ -60,6 +60,12 @@ START = "a red cube left of a blue sphere"
         ("get rid of the sphere", "A red cube."),
         ("replace the cube with a cone", "A red cone and a blue sphere. The red cone is left of the blue sphere."),
         ("start over: a white dog", "A white dog."),
+        ("make a cone", "A red cube, a blue sphere and a cone. The red cube is left of the blue sphere."),
+        (
+            "make a green cone above the cube",
+            "A red cube, a blue sphere and a green cone. The red cube is left of the blue sphere. "
+            "The green cone is above the red cube.",
+        ),
         (
             "there should be exactly three cubes",
             "Three red cubes and a blue sphere. The red cubes are left of the blue sphere.",
@@ -158,6 +164,10 @@ def test_a_quality_of_some_keeps_the_others(turn: str, expected: str) -> None:
         "half the circle should be green",
         "one circle less",
         "make four circles bigger",
+        "make a circle bigger",
+        "make a dog run",
+        "make a dog green",
+        "make a little room",
         "the circle should be asleep",
         "the circle should blink",
         "make both circles green",
