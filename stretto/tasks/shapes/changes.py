@@ -246,11 +246,19 @@ def _slotted(turn: Turn) -> Step | None:
 
 
 def _unwritten(turn: Turn, found: re.Match[str]) -> Step | None:
-    """Words in the picture go: those in quotation marks, or all of them."""
+    """Words in the picture go: those in quotation marks, or all of them. "The letters" may be things."""
+    if found["word"] and any(spoken_of(turn.ledger, f"the {found['word']}")):
+        return None
     gone = {each.translate(turn.quoted).casefold() for each in re.findall(r'"([^"]+)"', found["texts"] or "")}
     kept = tuple(each for each in turn.ledger.texts if gone and each.casefold() not in gone)
     num_gone = len(turn.ledger.texts) - len(kept)
-    if (gone and num_gone != len(gone)) or not (gone or num_gone):
+    is_clear, place = num_gone > 0 and num_gone == (len(gone) or num_gone), found["place"]
+    if place and not re.search(r" (?:picture|image)$", place, re.I):
+        is_here = place.endswith(" it") or any(spoken_of(turn.ledger, place))
+        is_clear = is_clear and is_here and (bool(gone) or num_gone == 1)
+    if not is_clear and place:
+        raise Unclear(f"What is to change by {turn.clause!r}?")
+    if not is_clear:
         return None
     removed = [each for each in turn.ledger.texts if each not in kept]
     note = "; ".join(f"removed the words {text!r}" for text in removed)
@@ -559,8 +567,9 @@ CHANGES: Final[tuple[tuple[re.Pattern[str], _Change], ...]] = tuple(
         (r"(?:bring|put|add|get) back (?P<what>.+)|(?:put|bring|add|get|i (?:want|need)|i['’]d like) (.+?) back(?: in)?|show (.+?) again|"
          r"(?:leave|keep|put) (the .+?) in(?: again)?|with (it|them|one|the .+?) after all", _brought_back),
         (
-            rf"(?=.*(?:\b(?:{WRITING})\b|\"))(?:{_GO}|(?P<no>no|without))(?: (?:the|any|all))?(?: (?:the|of the))?(?: (?:{WRITING}))?"
-            r"(?P<texts>(?:(?:,| and|, and)? ?\"[^\"]+\")+)?", _unwritten,
+            rf"(?:{_GO}|(?P<no>(?:there (?:should|must|may) be )?(?:no|without)|i (?:do not|don['’]t) (?:want|need)))(?: (?:the|any|all))?"
+            rf"(?: (?:the|of the))?(?= ?(?:(?:{WRITING})\b|\"))(?: (?P<word>{WRITING}))?(?P<texts>(?:(?:,| and|, and)? ?\"[^\"]+\")+)?"
+            r"(?P<place> (?:on|from|in) (?:it|the [\w -]+))?", _unwritten,
         ),
         (rf"{_GO} (?P<what>.+)", _removed),
         (r"(?P<what>the .+?) (?:should|must|need|is|are|does)(?: not|n['’]t) (?:be )?(?:there|shown|visible|necessary|needed|wanted|required|in it)", _removed),

@@ -309,12 +309,33 @@ def test_words_to_be_read_are_kept_letter_by_letter() -> None:
         (("remove the text",), ()),
         (("no text",), ()),
         (("no text", 'add "HELLO"'), ("HELLO",)),
+        (("remove the words from the door",), ()),
+        (("remove the text in the picture",), ()),
+        (('add "HELLO"', 'remove the words "OPEN" on the door'), ("HELLO",)),
+        (("I don't want any text",), ()),
+        (("there should be no text",), ()),
     ],
 )
 def test_words_to_be_read_can_be_removed(turns: tuple[str, ...], texts: tuple[str, ...]) -> None:
     now = after('a door that shows "OPEN"', *turns).now
     assert now.texts == texts and [each.noun for each in now.things] == ["door"]
-    assert now.absent == (("text",) if turns == ("no text",) else ())
+    is_forbidden = turns in (("no text",), ("I don't want any text",), ("there should be no text",))
+    assert now.absent == (("text",) if is_forbidden else ())
+
+
+@pytest.mark.parametrize(
+    "turn",
+    ["remove the words from the wall", 'remove the words "EXIT" from the door', "remove the words from the door"],
+)
+def test_words_at_a_thing_that_are_not_clear_are_asked_about_and_the_thing_stays(turn: str) -> None:
+    before = after('a door that shows "OPEN"', 'add "HELLO"')
+    told = tell(before, turn)
+    assert told.questions and told.conversation.states is before.states
+
+
+def test_letters_that_are_things_are_removed_as_things() -> None:
+    now = after('a sign that says "OPEN" and two letters', "remove the letters").now
+    assert now.texts == ("OPEN",) and [each.noun for each in now.things] == ["sign"]
 
 
 def test_words_that_are_not_there_are_asked_about() -> None:
