@@ -284,7 +284,8 @@ def _removed(turn: Turn, found: re.Match[str]) -> Step:
         )
     ledger, gone = turn.ledger, list[Thing]()
     for place, each in enumerate({each.thing.id: each for each in chosen}.values()):
-        the_one(each)
+        if text == found["what"] or each.thing.id != turn.last:  # "them" are the things last spoken of
+            the_one(each)
         ledger, part = apart(ledger, each, turn.next_id + place)
         gone.append(part)
     return _without(ledger, *gone)

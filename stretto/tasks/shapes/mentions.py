@@ -76,8 +76,12 @@ def spoken_of(ledger: Ledger, text: str) -> Iterator[Spoken]:
             and (forms.get(noun) == each.noun or (noun in ("one", "ones") and attributes))
         ]
         if fitting and not found["other"]:
-            is_one = noun == singular(noun) and text[: found.start()].lower().endswith("the ")
-            others = tuple(fitting[:-1]) if is_one and not attributes and found["number"] is None else ()
+            if attributes and noun == singular(noun) and found["number"] is None:
+                fitting = [each for each in fitting if each.count == 1] or fitting
+            if attributes:  # of a red cube and a big red cube, "the red cube" is the one without another attribute
+                fitting = [each for each in fitting if attributes == {*each.colours, *each.qualities}][-1:] or fitting
+            is_all = text[: found.start()].lower().endswith("the ")
+            others = tuple(fitting[:-1]) if is_all and found["number"] is None else ()
             yield Spoken(fitting[-1], found.start(), found.end(), found["number"], found["noun"], others)
 
 

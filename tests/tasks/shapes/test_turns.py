@@ -146,6 +146,29 @@ def test_a_quality_of_some_keeps_the_others(turn: str, expected: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("turns", "expected"),
+    [
+        (("make the red cubes blue",), "Two blue cubes and a big red cube."),
+        (("make the red cube blue",), "Two red cubes and a big blue cube."),
+        (("make the big cube blue",), "Two red cubes and a big blue cube."),
+        (("make the cubes small", "the red cubes"), "Two small red cubes and a big red cube."),
+        (("make the cubes small", "the big red cube"), "Two red cubes and a small red cube."),
+        (("add two red cubes", "remove them"), "Two red cubes and a big red cube."),
+    ],
+)
+def test_things_of_one_kind_are_told_apart(turns: tuple[str, ...], expected: str) -> None:
+    assert describe(dialogue("three red cubes", "make one cube bigger", *turns).now) == expected
+
+
+@pytest.mark.parametrize("turn", ["make the cubes small", "remove the cubes", "make the cubes green"])
+def test_a_plural_that_fits_several_things_is_asked_about(turn: str) -> None:
+    before = after("three red cubes", "make one cube bigger")
+    told = tell(before, turn)
+    assert told.questions == ("Which one: the red cubes or the big red cube?",)
+    assert told.conversation.states is before.states
+
+
+@pytest.mark.parametrize(
     "turn",
     [
         "make it any colour but red",
