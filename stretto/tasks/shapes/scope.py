@@ -19,8 +19,9 @@ _MANY: Final = r"(?:hundreds?|thousands?|dozens?|twenty|thirty|forty|fifty|\d\d+
 _TENS: Final = "(?:twenty|thirty|forty|fifty|sixty|seventy|eighty|ninety)"
 _SIDE: Final = r"(?:(?:far|very|upper|lower|top|bottom)[ -])*(?:left|right|top|bottom|middle|cent(?:er|re)|corner)(?:[ -]hand(?= side))?"
 _DETERMINER: Final = rf"(?:either|an?|the|some|any|his|her|their|its|{_SMALL})"
-_NOUNS: Final = (
-    rf"(?:{_DETERMINER}(?: (?!(?:and|or|with|in|on|at|of|by|near|under|over|behind)\b)[\w-]+){{1,4}}|[\w-]+)"
+_NOUNS: Final = (  # a second determiner begins another noun: "a dog wearing a hat"
+    rf"(?:(?:either )?{_DETERMINER}(?: (?!(?:and|or|with|in|on|at|of|by|to|near|under|over|behind|an?|the|some|any|his|her|their|its)\b)[\w-]+){{1,4}}"
+    r"|[\w-]+)"
 )
 _BE: Final = r"(?:is|are|was|were|be)"
 _REST: Final = r"[^,.;:!?]*"
@@ -61,8 +62,9 @@ _UNREAD: Final = (
     (rf"\b{_SMALL}\s+(?:or|to)\s+{_SMALL}\b(?=\s+[a-z])|\b\d+\s*[-–]\s*\d+\b(?=\s+[a-z])", "several"),
     (r"\b(?:more|fewer|less) ([\w\s-]+?) than (?=\w+s\b)|\b(?:\w+ )?as (?:many|much) ([\w\s-]+?) as\b", r"some \1\2 and some "),
     (rf"\b{_QUALITY} or {_QUALITY}\b", ""),
+    (r"\bmore or less ", ""),
     (rf",? ?\b(?:no|without)(?: [\w-]+){{1,3}}(?:, [\w-]+(?: [\w-]+)?){{1,5}},? or\b{_REST}", ""),
-    (rf"^(?=.* or )(?!.*\b(?:no|nor|without|whether)\b.* or )(.*?)\b{_NOUNS}(?:, {_NOUNS}){{0,5}},? or \b.*?(?=[.;:!?]|$)", r"\1"),
+    (rf"^(?=.* or )(?!.*\b(?:no|nor|without|whether)\b.* or )(.*?)(?:\b\w+ing )?\b{_NOUNS}(?:, {_NOUNS}){{0,5}},? or \b.*?(?=[.;:!?]|$)", r"\1"),
     (  # places without another object: "on the left", "in the top left corner of the picture"
         rf",? ?\b(?:from left to right|on top(?! of)|(?:in|on|at|to|near|from) (?:the|its|his|her|their) {_SIDE}"
         r"(?: (?:side|half|corner|edge|third))?(?: of the (?:picture|image|photo|frame|scene|canvas))?"
