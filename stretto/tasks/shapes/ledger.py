@@ -6,6 +6,7 @@ parser; `stretto.tasks.shapes.turns` changes a ledger in a conversation.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from graphlib import CycleError, TopologicalSorter
@@ -155,7 +156,8 @@ def with_number(thing: Thing) -> str:
 
 
 def _with_article(name: str) -> str:
-    return f"{'an' if name[0] in 'aeiou' else 'a'} {name}"
+    is_vowel = re.match(r"[aeiou8]|1[18](?!\d)|hour", name) and not re.match(r"one\b|uni[cfoqtv]|us(?:ed|ual)|eu", name)
+    return f"{'an' if is_vowel else 'a'} {name}"
 
 
 # Comparison
