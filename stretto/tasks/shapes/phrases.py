@@ -45,7 +45,12 @@ def _runs(doc: Any) -> Iterator[tuple[int, int]]:
         is_first = (
             token.pos_ == "DET"
             or (token.pos_ == "PRON" and token.dep_ == "poss")
-            or (token.pos_ == "NUM" and not is_noun(token) and not (at and is_noun(doc[at - 1])))
+            or (
+                token.pos_ == "NUM"
+                and not re.search(r"[-\u2011][a-z]", token.lower_)  # "a blue 2-door car"
+                and not is_noun(token)
+                and not (at and is_noun(doc[at - 1]))
+            )
         )
         joins = (
             token.text.lower() == "and"

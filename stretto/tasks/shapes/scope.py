@@ -45,7 +45,7 @@ _PLAIN: Final = (
     (rf"\b(?:exactly|precisely|just|only) (?={_SMALL}\b|an?\b)", ""),
     (r"\bhalf a dozen\b", "six"),
     (r"\b(?:dozens|hundreds|thousands|millions) of\b", "several"),
-    (rf"\b(an?(?: {_QUALITY})*) ((?!single|dozen|\d{{4}}){_SMALL}) (?!(?:and|or|to|of|more|in|on)\b)(?=[a-z])", r"\1 \2-"),  # "a two story house"
+    (rf"\b(an?(?: {_QUALITY})*) ((?!single|dozen|\d{{4}}){_SMALL}) (?!(?:and|or|to|of|by|more|in|on)\b)(?=[a-z])", r"\1 \2-"),  # "a two story house"
     (rf"\b({_COLOUR})-and-({_COLOUR})\b", r"\1 and \2"),
     (rf",? all (?:of (?:them|which) )?(?={_COLOUR}\s*(?:[,.;]|$))", " that are "),  # "six roses, all red"
 )  # fmt: skip
@@ -62,7 +62,7 @@ _UNREAD: Final = (
     (rf"\b{_SMALL}\s+(?:or|to)\s+{_SMALL}\b(?=\s+[a-z])|\b\d+\s*[-–]\s*\d+\b(?=\s+[a-z])", "several"),
     (r"\b(?:more|fewer|less) ([\w\s-]+?) than (?=\w+s\b)|\b(?:\w+ )?as (?:many|much) ([\w\s-]+?) as\b", r"some \1\2 and some "),
     (rf"\b{_QUALITY} or {_QUALITY}\b", ""),
-    (r"\bmore or less ", ""),
+    (rf"\bmore or less |\b{_SMALL} by {_SMALL} (?=[a-z])", ""),
     (rf",? ?\b(?:no|without)(?: [\w-]+){{1,3}}(?:, [\w-]+(?: [\w-]+)?){{1,5}},? or\b{_REST}", ""),
     (rf"^(?=.* or )(?!.*\b(?:no|nor|without|whether)\b.* or )(.*?)(?:\b\w+ing )?\b{_NOUNS}(?:, {_NOUNS}){{0,5}},? or \b.*?(?=[.;:!?]|$)", r"\1"),
     (  # places without another object: "on the left", "in the top left corner of the picture"

@@ -84,6 +84,8 @@ _HYPHEN: Final = "\u2011"
 """Non-breaking hyphen, at which spaCy's tokenizer does not split."""
 _JOINED: Final = {"teddy bear": "teddybear", "t-shirt": "tshirt"}
 """Names that are joined for the parse, which takes the bear for a verb and the T-shirt for a number."""
+_JOINED_NUMBER: Final = re.compile(rf"(?:\d+|{'|'.join(NUMBERS)})-[a-z]")
+""""3-legged", which the parse takes for a number."""
 _NOTHING: Final = -1
 _HAVING: Final = frozenset(["have", "contain", "include", "feature"])
 
@@ -274,7 +276,9 @@ class _SyntaxReader:
                 token.pos_ in ("NOUN", "PROPN") and word not in QUALITIES
             ):
                 compound.append(word)
-            elif (token.pos_ in ("ADJ", "VERB") or word in QUALITIES) and word not in VACUOUS:
+            elif (
+                token.pos_ in ("ADJ", "VERB") or word in QUALITIES or _JOINED_NUMBER.match(word)
+            ) and word not in VACUOUS:
                 qualities.append(word)
             at += 1
         return count, colours, qualities, compound, determiner

@@ -239,6 +239,7 @@ SCOPES = {  # things, absent things, and whether the user's own words go beside 
     "a red or blue circle": (["circle"], [], True),
     "a dog wearing a hat or a scarf": (["dog"], [], True),
     "a man holding a red umbrella or a stick": (["man"], [], True),
+    "a red 2 by 4 plank": (["red plank"], [], True),
     "a cat more or less on a sofa": (["cat", "sofa"], [], True),
     "a red circle on the left and a blue square on the right": (["red circle", "blue square"], [], True),
     "on the left a red circle, on the right a blue square": (["red circle", "blue square"], [], True),
@@ -351,6 +352,11 @@ def test_a_parse_finds_the_subject_of_a_place_and_of_a_verb(text: str, relations
         ("a 4 legged robot", "A 4-legged robot."),
         ("a two story house", "A two-story house."),
         ("a 5 star hotel", "A 5-star hotel."),
+        ("a five star hotel", "A five-star hotel."),
+        ("a 3 legged dog", "A 3-legged dog."),
+        ("an 8 legged spider", "An 8-legged spider."),
+        ("a one eyed cat", "A one-eyed cat."),
+        ("a uniform and an umbrella", "A uniform and an umbrella."),
         ("a red-and-white striped tent", "A striped red and white tent."),
         ("a room with no windows and one door", "A room, a door and no windows."),
         ("no chairs and two stools", "Two stools and no chairs."),
@@ -368,3 +374,9 @@ def test_a_wall_that_is_painted_has_a_colour() -> None:
         pytest.skip("spacy is not installed: pip install 'stretto[pictures]'")
     ledger = understand("An old toilet painted red with a wooden lid.")
     assert [(each.noun, each.colours) for each in ledger.things] == [("toilet", ("red",)), ("lid", ())]
+
+
+def test_a_number_joined_to_a_word_keeps_the_colour_before_it() -> None:
+    if parser() is None:
+        pytest.skip("spacy is not installed: pip install 'stretto[pictures]'")
+    assert describe(understand("a blue 2 door car and a man")) == "A 2-door blue car and a man."
