@@ -143,22 +143,32 @@ class TextVerifier:
 
 _MARK: Final = r"[\s.,;:!?'\"`´‘’‚“”„«»‹›()\-‐‑–—−…·]"
 """Spaces and punctuation, which OCR confuses."""
-_NAMES: Final = {".": "point", ",": "comma", ":": "colon"}
-"""Marks inside and before numbers, which are compared as words; all others there are a dash. "10.5" is not "105"."""
-_IN_NUMBER: Final = re.compile(r"(?<=\d)[.,:](?=\d)|(?<!\w)[.\-−](?=\d)|(?<=\d) ?[\-‐‑–—−] ?(?=\d)")
+_DASH: Final = r"[\-‐‑–—−]"
+_NAMES: Final = {".": "\ue000", ",": "\ue001", ":": "\ue002"}
+"""Marks inside and before numbers, which are compared as letters of no alphabet; all others there are a dash. "10.5" is not "105"."""
+_LETTER: Final = r"[\w\ue000-\ue003]"
+_LOOSE: Final = {
+    "\ue000": r"[\ue000.]",
+    "\ue001": r"[\ue001,]",
+    "\ue002": r"[\ue002:]",
+    "\ue003": rf"(?:\ue003|{_DASH})",
+}
+"""What a mark of the text may be in the picture, where a space or a new line may part it from its number."""
+_IN_NUMBER: Final = re.compile(rf"(?<=\d)[.,:](?=\d)|(?<!\w)(?:\.|{_DASH})(?=\d)|(?<=\d) ?{_DASH} ?(?=\d)")
 
 
 def lines_with(text: str, lines: Sequence[str]) -> range | None:
     """Indices of the lines that contain ``text``; None: they do not contain it."""
     read = "\n".join(_folded(line) for line in lines)
     letters = re.sub(_MARK, "", _folded(text)) or _folded(text)
-    found = re.search(rf"(?<!\w){rf'{_MARK}*'.join(map(re.escape, letters))}(?!\w)", read)
+    pattern = f"{_MARK}*".join(_LOOSE.get(each) or re.escape(each) for each in letters)
+    found = re.search(f"(?<!{_LETTER}){pattern}(?!{_LETTER})", read)
     return None if found is None else range(read.count("\n", 0, found.start()), read.count("\n", 0, found.end()) + 1)
 
 
 def _folded(text: str) -> str:
     plain = unicodedata.normalize("NFKC", text).casefold()
-    return _IN_NUMBER.sub(lambda found: _NAMES.get(found[0], "dash"), plain)
+    return _IN_NUMBER.sub(lambda found: _NAMES.get(found[0], "\ue003"), plain)
 
 
 # Everything else
