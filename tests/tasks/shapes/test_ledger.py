@@ -237,6 +237,8 @@ SCOPES = {  # things, absent things, and whether the user's own words go beside 
     "either a red circle or a blue square": ([], [], True),
     "a lamp. a cat, a dog or a bird": (["lamp"], [], True),
     "a red or blue circle": (["circle"], [], True),
+    "a red or blue or green car": (["car"], [], True),
+    "a car, either red or orange, next to a lake": (["car", "lake"], [], True),
     "a dog wearing a hat or a scarf": (["dog"], [], True),
     "a man holding a red umbrella or a stick": (["man"], [], True),
     "a red 2 by 4 plank": (["red plank"], [], True),
