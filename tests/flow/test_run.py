@@ -486,7 +486,9 @@ def test_only_a_trainer_that_is_killed_is_started_again(tmp_path: Path, recipe_f
     while killed.is_running() and len(killed.account.trained()) < 5:  # after the first snapshot
         time.sleep(0.05)
     listed_s = time.monotonic() + 1.1  # the status has all roles then
-    while killed.is_running() and time.monotonic() < listed_s:  # the journal is read meanwhile, before the run deletes events
+    while (
+        killed.is_running() and time.monotonic() < listed_s
+    ):  # the journal is read meanwhile, before the run deletes events
         time.sleep(0.05)
     before = after = pids()
     assert killed._kill("trainer")
