@@ -416,12 +416,8 @@ def _ask_harnesses(
     if (out / RESULT_FILE).exists():
         raise UserError(f"{out}: contains an evaluation, and other harnesses cannot resume; name another folder")
     with claimed(out):
-        flags = [
-            "--device",
-            str(device),
-            "--subnet",
-            subnet or "full",
-        ]  # otherwise environment variables may choose a size
+        # both are given, because otherwise environment variables may choose a size
+        flags = ["--device", str(device), "--subnet", subnet or "full"]
         with (out / "server.txt").open("w") as log, serving(source, *flags, log=log) as (url, _):
             found = {suite: ask(suite, url, out / suite, budget, options.baselines) for suite in suites}
         domains = {

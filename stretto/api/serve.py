@@ -329,9 +329,8 @@ def _open(source: Path, options: ServeOptions) -> tuple[OpenedEngine, ServedMode
         fit = fitting_subnet(source, memory, options.latency_ms, device, dtype, config)
         cut, step = fit.subnet, "" if fit.step_ms is None else f", {fit.step_ms:.2f} ms a token alone"
         loss = "" if fit.nll is None else f", held-out loss {fit.nll:.3f}"
-        size = cut.label()
-        has_name = not fit.name.startswith(size.partition(",")[0])  # else the name is a label, with the dropped layers
-        name = f"{fit.name} ({size})" if has_name else fit.name
+        has_name = fit.name == "full" or fit.name in presets  # else the name is a label, with the dropped layers
+        name = f"{fit.name} ({cut.label()})" if has_name else fit.name
         _say(f"auto: {name}: {size_in_bytes(fit.weight_bytes)} of weights{step}{loss}")
     elif options.subnet == BEST:
         cut = best_subnet(source, read_config(folder))

@@ -135,23 +135,21 @@ def _is_guess(turn: Turn, found: Ledger) -> bool:
     changed = [(ledger.thing(each.id), each) for each in found.things if each.id < turn.next_id]
     qualities = {word for before, now in changed for word in {*now.qualities} - {*before.qualities}}
     worn = " ".join(colour for each in found.things for colour in each.colours)
-    is_made = (
-        new
-        and re.fullmatch(  # "make a green triangle left of the circle", but not "make a dog run" or "make a circle bigger"
-            rf"make (?:an?|another) (?!little\b){re.escape(new[0].name)}(?: (?:and|with|{_PLACE.pattern}) .+)?",
-            turn.clause,
-            re.I,
-        )
-        and " " not in new[0].noun
-        and new[0].noun not in {each.noun for each in ledger.things}
-    )
+    is_change = re.match(r"(?:make|change|turn|let|resize|re-?colou?r)\b", turn.clause, re.I)
     return (
-        bool(new and not is_made and re.match(r"(?:make|change|turn|let|resize|re-?colou?r)\b", turn.clause, re.I))
+        bool(new and is_change and not _is_made(turn, new[0]))
         or bool(re.match(r"(?:the|it|they)\b", turn.clause, re.I) and any(each.id not in linked for each in new))
         or (found.unread == ledger.unread and any(before.colours != now.colours for before, now in changed))
         or any(word not in QUALITIES and not re.search("(?<!th)ing$", word) for word in qualities)
         or any(colour.lower() not in worn for colour in re.findall(COLOUR, turn.clause, re.I))
     )
+
+
+def _is_made(turn: Turn, thing: Thing) -> bool:
+    """Whether a turn such as "make a green triangle left of the circle" adds ``thing``; "make a dog run" and "make a circle bigger" do not."""
+    made = rf"make (?:an?|another) (?!little\b){re.escape(thing.name)}(?: (?:and|with|{_PLACE.pattern}) .+)?"
+    is_known = thing.noun in {each.noun for each in turn.ledger.things}
+    return not is_known and " " not in thing.noun and re.fullmatch(made, turn.clause, re.I) is not None
 
 
 def _is_introduced(thing: Thing, clause: str) -> bool:
