@@ -25,7 +25,7 @@ from bench.common.measure import bench_parser, finish, refusing, shown_mean, tab
 from bench.common.pictures import draw_means, save_picture, sign_differences
 from bench.common.study import read_fields
 from bench.common.study_picture import Row
-from bench.study import (
+from bench.common.study_tables import (
     EQUAL_FLOPS_AIM,
     EQUAL_TOKENS_AIM,
     HEALED_AIM,
@@ -33,9 +33,8 @@ from bench.study import (
     ZERO_SHOT_AIM,
     in_seeds,
     minus,
-    read_record,
-    rows_of,
 )
+from bench.study import read_record, rows_of
 from stretto.base.errors import UserError
 from stretto.base.numbers import si
 from stretto.base.track import say, wide_console

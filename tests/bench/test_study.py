@@ -22,7 +22,7 @@ from bench import async_speed, distillation, keep_cache, real_sizes, replay, stu
 from bench.common.rate_search import search, searched_before
 from bench.common.study import RESULT, Results, Run, _do, carry_out, is_record, without_lost, write_record
 from bench.common.study_picture import draw
-from bench.common.study_runs import Trunk, shared_share, train
+from bench.common.study_runs import NUM_RANDOM, Trunk, shared_share, train
 from stretto.base.config import read_recipe
 from stretto.base.errors import UserError
 from stretto.base.paths import replacing
@@ -36,7 +36,7 @@ def results(gap: float) -> dict[str, dict[str, Any]]:
     """Results of two seeds, in which the elastic full network is ``gap`` nats above the ordinary one."""
     sizes = {"full": 2.0, "large": 2.1, "half": 2.2, "corner": 2.4}
     flops = {"full": 4.0, "large": 3.0, "half": 2.0, "corner": 1.0}
-    randoms = {f"random-{number}": 2.3 for number in range(study.NUM_RANDOM)}
+    randoms = {f"random-{number}": 2.3 for number in range(NUM_RANDOM)}
     found: dict[str, dict[str, Any]] = {}
     for arm in study.TRAINED:
         for rate in study.RATES:
@@ -91,7 +91,8 @@ def test_a_comparison_has_the_seeds_that_have_its_arms(capsys: pytest.CaptureFix
     assert set(names.split(", ")) == first | set(second)
     shown = " ".join(capsys.readouterr().out.split())
     assert "elastic full − ordinary, equal tokens │ +0.0250 │ │ ≤ 0.02 │ 1 │" in shown
-    assert "ernie full" not in shown and "half, cut from emo" not in shown and "kept by" not in shown
+    assert "ERNIE" not in shown and "kept by" not in shown
+    assert "EMO; sizes cut, both healed │ -0.025 │ +0.000 │ │ +0.000 │ │ 1 │" in shown, "no healed half of EMO"
     assert "half, healed − scratch │ -0.0100" in shown
 
 
