@@ -12,6 +12,8 @@
 Arms, each trained with every seed:
 
 elastic      ours: anchors trained from half of the steps on, jointly with the full network (`bench/study.toml`)
+single       ours without joint passes: each pass trains one size, without a teacher, with the tokens of the elastic network (``single``)
+             and with its FLOPs (``single+``)
 ernie        the sampler that ERNIE 5.0 published, with the tokens of the elastic network (``ernie``) and with its FLOPs (``ernie+``)
 emo          an ordinary network whose documents each use a pool of experts (EMO, 2605.06663)
 ordinary     an ordinary network, with the tokens of the elastic one (``ordinary``) and with its FLOPs (``ordinary+``)
@@ -94,10 +96,22 @@ HEAL_SHARE = 0.06
 """FLOPs of healing, as a share of the scratch control's."""
 BRANCHES = ("elastic", "ordinary+")
 """Arms whose first steps are those of the ordinary network with the same seed and rate, and are not trained again."""
-TRAINED = (*MAXIMUM, *(f"scratch-{size}" for size in SIZES))
+TRAINED = (*MAXIMUM, "single", *(f"scratch-{size}" for size in SIZES))
 SEARCHED = (*TRAINED, "continued")
 """Arms whose rates are searched."""
-ARMS = (*MAXIMUM, "scratch", "ordinary+", "ernie+", "continued", "heal", "experts", "criteria", "marginal")
+LONGER = ("ordinary", "single", "ernie")
+"""Arms that are trained once more with the FLOPs of ``elastic``, under their names with a ``+``."""
+ARMS = (
+    *MAXIMUM,
+    "single",
+    *(f"{arm}+" for arm in LONGER),
+    "scratch",
+    "continued",
+    "heal",
+    "experts",
+    "criteria",
+    "marginal",
+)
 """Values of --arms. Each selects the arms whose names begin with it."""
 HEALED = ("heal-elastic", "heal-ordinary", "heal-emo")
 CONTROLS = (
@@ -214,6 +228,8 @@ class Study(Arms):
             )
         if arm.startswith("ordinary") or arm == "emo" or (arm == "elastic" and self.mutant == "no-anchors"):
             elastic = ElasticConfig(sampler="off", anchors=elastic.anchors, anchor_share=0.0)
+        elif arm.startswith("single"):
+            elastic = elastic.replace(joint=False, anchor_ce_weight=1.0)
         elif arm.startswith("ernie"):
             elastic = elastic.replace(
                 sampler="ernie", joint=False, starts_at=0.0, ramp_fraction=0.1, rank_layers_at=(), rank_experts_at=()
@@ -223,7 +239,10 @@ class Study(Arms):
     def runs(self, results: Results) -> list[Run]:
         """Every run of the chosen arms whose settings are known."""
         runs, first = [], self.seeds[0]
-        for arm in filter(self.wants, TRAINED):
+        for arm in TRAINED:
+            # the longer run of this arm needs no run of as many tokens
+            if not (self.wants(arm) or (arm == "single" and self.wants("single+"))):
+                continue
             for candidate in search(arm, self.rates, results)[0]:
                 recipe = self.recipe_of(arm, candidate, first, SEARCH_SHARE)
                 ordinary = search_run("ordinary", candidate)
@@ -281,12 +300,19 @@ class Study(Arms):
         """Runs that need FLOPs or weights of others with the same seed."""
         elastic, ordinary = (results.get(self.name(arm, seed)) for arm in ("elastic", "ordinary"))
         runs = []
-        for arm in ("ordinary", "ernie"):  # once more, with the FLOPs of ``elastic``
-            done, rate, longer = results.get(self.name(arm, seed)), self.rate(arm, results), f"{arm}+"
-            if elastic is not None and done is not None and rate is not None:
-                recipe = self.recipe_of(longer, rate, seed, elastic["flops"] / done["flops"])
-                trunk = self._trunk(longer, self.name(arm, seed), 1.0, results)
-                runs.append(self._training(self.name(longer, seed), longer, recipe, trunk))
+        for arm in LONGER:
+            rate, longer = self.rate(arm, results), f"{arm}+"
+            done = results.get(self.name(arm, seed))
+            if rate is None or elastic is None or (done is None and arm != "single"):
+                continue
+            if done is not None:
+                flops = done["flops"]
+            else:  # the search tells how many FLOPs a token takes
+                searched = results[search_run(arm, rate)]
+                flops = searched["flops"] * elastic["tokens"] / searched["tokens"]
+            recipe = self.recipe_of(longer, rate, seed, elastic["flops"] / flops)
+            trunk = self._trunk(longer, self.name(arm, seed), 1.0, results)
+            runs.append(self._training(self.name(longer, seed), longer, recipe, trunk))
         if elastic and ordinary and not self.mutant and (own := self.rate("continued", results)) is not None:
             names = [self.name(arm, seed) for arm in ("continued", "elastic", "ordinary")]
             runs.append(self._continued(names[0], own, seed, names[1], names[2], results))
@@ -388,7 +414,7 @@ def own_text(out: Path, recipe: Recipe) -> Path:
 
 def rows_of(study: Arms, results: Results) -> tuple[list[Row], list[str]]:
     """Results of the reported seeds, and the names of the runs that are missing."""
-    arms = [*MAXIMUM, "ordinary+", "ernie+", *PARTS_OF_ARMS]
+    arms = [*MAXIMUM, "single", *(f"{arm}+" for arm in LONGER), *PARTS_OF_ARMS]
     arms += [*(f"experts-{arm}" for arm in MAXIMUM), "criteria", *(["continued"] if not study.mutant else [])]
     rows: list[Row] = [
         {arm: found for arm in arms if (found := results.get(study.name(arm, seed))) is not None}

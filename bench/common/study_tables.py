@@ -101,6 +101,10 @@ def _compare_full(compared: _Comparisons) -> None:
     add("elastic full − ordinary, equal tokens", *minus("elastic", "full", "ordinary"), EQUAL_TOKENS_AIM)
     add("elastic full − ordinary, equal FLOPs", *minus("elastic", "full", "ordinary+"), EQUAL_FLOPS_AIM)
     add("FLOPs of elastic / ordinary", *_cost(["elastic"], "ordinary"), form="{:.3f}")
+    add("one size a pass, full − ordinary, equal tokens", *minus("single", "full", "ordinary"))
+    add("one size a pass, full − ordinary, equal FLOPs", *minus("single+", "full", "ordinary+"))
+    add("FLOPs of one size a pass / elastic, equal tokens", *_cost(["single"], "elastic"), form="{:.3f}")
+    add("FLOPs of one size a pass / elastic, equal FLOPs", *_cost(["single+"], "elastic"), form="{:.3f}")
 
 
 def _compare_size(compared: _Comparisons, size: str) -> None:
@@ -171,6 +175,8 @@ def _controls() -> dict[str, dict[str, Difference]]:
         "made elastic afterwards, equal FLOPs": afterwards,
         "ordinary; sizes cut, both healed": cut["ordinary"],
         "EMO; sizes cut, both healed": {"full": minus("emo", "full", "elastic"), **cut["emo"]},
+        "one size a pass, equal tokens": _inside("single"),
+        "one size a pass, equal FLOPs": _inside("single+"),
         "ERNIE 5.0, equal tokens": _inside("ernie"),
         "ERNIE 5.0, equal FLOPs": _inside("ernie+"),
     }

@@ -53,6 +53,8 @@ def results(gap: float) -> dict[str, dict[str, Any]]:
         "emo": 0.0,
         "ordinary+": 0.0,
         "ernie+": 0.1,
+        "single": 0.05,
+        "single+": 0.05,
     }.items():
         losses = {name: loss + more for name, loss in (sizes | randoms).items()}
         found[f"{arm}-1"] = trained(losses, 110.0 if arm == "elastic" else 100.0, per_token)
@@ -154,10 +156,11 @@ def test_only_the_chosen_arms_are_trained(tmp_path: Path) -> None:
     found = {f"search-{arm}-x1": {"select": {"full": 3.0}, "flops": 5.0} for arm in study.SEARCHED}
     found["search-elastic-x1"]["flops"] = 6.0
     for arm in study.TRAINED:
-        found[f"{arm}-1"] = {"flops": 6.0 if arm == "elastic" else 5.0, "lr": recipe.optim.lr}
+        found[f"{arm}-1"] = {"flops": 6.0 if arm == "elastic" else 5.0, "lr": recipe.optim.lr, "tokens": 100}
     names = {"search-elastic-x1", "search-ordinary-x1", "elastic-1", "ordinary-1"}
     assert planned("elastic", "ordinary", "ordinary+") == names | {"ordinary+-1"}
     assert planned("ernie", "ernie+") == {"search-ernie-x1", "ernie-1", "ernie+-1"}
+    assert planned("single", "single+") == {"search-single-x1", "single-1", "single+-1"}
     healed = {f"heal-{parent}-{size}-1" for parent in ("elastic", "ordinary") for size in study.SIZES}
     assert planned("elastic", "ordinary", "heal") == names | healed
     assert planned("scratch-half") == {"search-scratch-half-x1", "scratch-half-1"}
@@ -166,16 +169,22 @@ def test_only_the_chosen_arms_are_trained(tmp_path: Path) -> None:
     }
     assert planned(*study.ARMS) > names | {"experts-emo-1", "criteria-1", "search-continued-x1", "continued-1"}
     assert not {"experts-emo-1", "experts-ernie-1"} & planned("elastic", "experts")
+    del found["single-1"]
+    found["search-single-x1"]["tokens"] = 25
+    runs = study.Study((0, 1), None, (1.0,), tmp_path, info, recipe, ("single+",)).runs(found)
+    assert [run.name for run in runs] == ["search-single-x1", "single+-1"]
+    _, longer, *_ = runs[1].work.args  # type: ignore[attr-defined]
+    # 5 FLOPs for 25 tokens: 20 for the 100 of the elastic network, which took 6
+    assert longer.train.steps == round(0.3 * recipe.train.steps)
 
 
 @pytest.mark.parametrize("is_there", [False, True])
 def test_a_longer_run_begins_with_an_ordinary_one_that_is_there(is_there: bool, tmp_path: Path) -> None:
     recipe = read_recipe(study.RECIPE, Recipe, [])
     info: Any = SimpleNamespace(data_hash="one")
-    found = {f"search-{arm}-x1": {"select": {"full": 3.0}, "flops": 5.0} for arm in study.SEARCHED}
-    found |= {
-        f"{arm}-1": {"flops": flops, "lr": recipe.optim.lr} for arm, flops in (("elastic", 6.0), ("ordinary", 5.0))
-    }
+    one = {"flops": 5.0, "tokens": 100, "lr": recipe.optim.lr}
+    found = {f"search-{arm}-x1": {"select": {"full": 3.0}, **one} for arm in study.SEARCHED}
+    found |= {"elastic-1": {**one, "flops": 6.0}, "ordinary-1": one}
     if is_there:
         (tmp_path / "ordinary-1").mkdir()
     (run,) = study.Study((0, 1), None, (1.0,), tmp_path, info, recipe, ("ordinary+",)).runs(found)
@@ -317,6 +326,7 @@ def test_the_committed_record_prints_the_misses_that_the_documents_state() -> No
     record = Path(study.__file__).parents[1] / "docs" / "evidence" / "study_2M_2M.json"
     missed = study.report(*study.read_record(record))
     assert [line.split(":")[0] for line in missed] == [
+        "the record lacks 6 runs",
         "elastic full − ordinary, equal tokens",
         "elastic full − ordinary, equal FLOPs",
         "random Subnets in which ernie is not worse than ours, equal FLOPs",
