@@ -91,7 +91,7 @@ _REASONS: dict[str, tuple[str, str]] = {
 """Reasons by field of `ModelConfig`: for a network that has a feature which the family lacks, and for the opposite."""
 _OF_EXPERTS = (
     *("router", "selection_bias", "router_bias", "num_shared_experts", "normalize_gates", "routed_scaling"),
-    *("expert_groups", "expert_bias", "clamped_swiglu"),
+    *("expert_groups", "expert_bias"),
 )
 """Fields without meaning for a network without experts."""
 

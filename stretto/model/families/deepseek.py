@@ -47,6 +47,8 @@ def _latent(query_rank: int) -> Part:
     def why_not(config: ModelConfig) -> str | None:
         if config.latent is None:
             return "its attention is not latent and {family}'s always is"
+        if config.latent.rope_dim == config.head_dim:
+            return "it rotates all channels of a head and {family} leaves some as they are"
         eps = LatentAttention.model_fields["norm_eps"].default
         if config.latent.norm_eps != eps:
             return f"the norms of its latent attention have an eps of {config.latent.norm_eps} and {{family}}'s {eps}"
