@@ -37,6 +37,20 @@ LATENT: dict[str, Any] = {
     "latent": {"query_rank": 20, "kv_rank": 28, "rope_dim": 8, "value_dim": 12},
     "norm_eps": 1e-6,
 }
+GPT_OSS: dict[str, Any] = {
+    "family": "gpt_oss",
+    "router": "softmax",
+    "selection_bias": False,
+    "attention_bias": True,
+    "attention_out_bias": True,
+    "attention_sinks": True,
+    "router_bias": True,
+    "expert_bias": True,
+    "clamped_swiglu": {},
+    "sliding_window": 6,
+    "sliding_layers": (0, 2),
+    "expert_intermediate_size": 32,
+}
 NETWORKS: dict[str, dict[str, Any]] = {
     "glm": {"num_shared_experts": 2, "rotary_fraction": 0.5, "routed_scaling": 1.7, **DENSE},
     "glm with everything optional": {
@@ -57,20 +71,9 @@ NETWORKS: dict[str, dict[str, Any]] = {
         "num_kv_heads": 4,
         "head_dim": 16,
     },
-    "gpt-oss": {
-        "family": "gpt_oss",
-        "router": "softmax",
-        "selection_bias": False,
-        "attention_bias": True,
-        "attention_out_bias": True,
-        "attention_sinks": True,
-        "router_bias": True,
-        "expert_bias": True,
-        "clamped_swiglu": {},
-        "sliding_window": 6,
-        "sliding_layers": (0, 2),
-        "expert_intermediate_size": 32,
-    },
+    "gpt-oss": GPT_OSS,
+    "gpt-oss, linear": {**GPT_OSS, "rope_scaling": {"kind": "linear", "factor": 4.0}},
+    "gpt-oss, yarn": {**GPT_OSS, "rope_scaling": {"kind": "yarn", "factor": 4.0, "original_positions": 32}},
     "deepseek": {"family": "deepseek_v3", **LATENT, "num_shared_experts": 1, "routed_scaling": 2.5, **DENSE},
     "deepseek, queries at once": {
         "family": "deepseek_v3",
@@ -105,6 +108,7 @@ NETWORKS: dict[str, dict[str, Any]] = {
     "qwen3": {"family": "qwen3", **ALL_DENSE, "qk_norm": True},
     "ernie4_5": {"family": "ernie4_5", **ALL_DENSE, "tie_embeddings": True, "rope_theta": 500_000.0},
     "ernie": {"router": "softmax", "num_shared_experts": 1, "tie_embeddings": True, **DENSE},
+    "ernie, one expert": {"router": "softmax", "num_experts": 1, "top_k": 1},
 }
 TEXTS = (
     "def f(x):\n    return x + 1  # naïve 東京, I've 'told\n\n\n   it's\t3333 🚀 end  ",

@@ -282,6 +282,7 @@ class GgufFile(ExitStack):
                 "original_context_length": "original_max_position_embeddings",
                 "yarn_beta_fast": "beta_fast",
                 "yarn_beta_slow": "beta_slow",
+                "truncate": "truncate",
             }
         elif kind != "linear":
             raise self._problem(
@@ -292,7 +293,8 @@ class GgufFile(ExitStack):
             if key not in (*names, "finetuned") and value != neutral.get(key):
                 text = f"{value!r} is not supported; use the original checkpoint"
                 raise self._problem(f"rope.scaling.{key}", text)
-        own = {"truncate": False} if self.architecture.family == "gpt_oss" else {}  # GGUF has no key for it
+        # other software's files have no key for it
+        own = {"truncate": False} if kind == "yarn" and self.architecture.family == "gpt_oss" else {}
         return {"rope_type": kind, **own, **{field: given[key] for key, field in names.items() if key in given}}
 
     def _llama3(self, tree: Mapping[str, Any]) -> dict[str, Any]:

@@ -250,8 +250,8 @@ def _tensors(config: ModelConfig, family: Family, architecture: Architecture, ki
         else:
             if "_exps." in name:
                 shape = (len(members), *shape)
-            elif len(shape) > 1:
-                shape = tuple(size for size in shape if size > 1)
+            elif name.endswith("exp_probs_b.bias"):
+                shape = shape[-1:]  # ERNIE's has a dimension more
             is_fp32 = len(shape) == 1 or "ffn_gate_inp" in name
             values = partial(_stack, members, shape, heads.get(name.split(".")[-2], 0))
             ours = tuple(dict.fromkeys(member.ours for member in members if member.ours is not None))
@@ -345,6 +345,8 @@ def _settings(
         yield "rope.scaling.original_context_length", scaling.original_positions or config.max_positions
         yield "rope.scaling.yarn_beta_fast", scaling.beta_fast
         yield "rope.scaling.yarn_beta_slow", scaling.beta_slow
+        if architecture.family == "gpt_oss":
+            yield "rope.scaling.truncate", scaling.truncate  # our own key, as llama.cpp has none
     if architecture.family == "ernie4_5_moe":
         yield "expert_shared_feed_forward_length", config.num_shared_experts * config.expert_intermediate_size
 
