@@ -247,10 +247,10 @@ class ModelConfig(_Shape):
                 raise ValueError(f"{name}: latent attention has none")
 
     def _check_groups(self) -> None:
-        if self.expert_groups == 1:
-            return
         if self.top_groups > self.expert_groups:
             raise ValueError(f"top_groups {self.top_groups} exceeds expert_groups {self.expert_groups}")
+        if self.expert_groups == 1:
+            return
         for order, k in zip(self.expert_orders, self.top_k_by_layer, strict=True):
             if k > self.choosable(len(order)):
                 raise ValueError(_why_not_grouped(self, len(order), k))

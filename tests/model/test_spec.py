@@ -220,6 +220,7 @@ def test_layers_that_differ_are_cut_as_they_are() -> None:
         ({"expert_groups": 3}, "experts=8 does not leave its 3 groups"),
         ({"expert_groups": 5}, "keep a multiple of 5, 10 or more"),
         ({"expert_groups": 2, "top_groups": 3}, "top_groups 3 exceeds expert_groups 2"),
+        ({"top_groups": 2}, "top_groups 2 exceeds expert_groups 1"),
         ({"expert_groups": 8}, "does not leave its 8 groups"),
         ({"expert_groups": 4, "top_groups": 1}, "top_k=4 is more than the 2 experts that a token's 1 groups hold"),
         ({"expert_groups": 4, "top_groups": 2, "widths": (8, 4)}, "widths .*experts=4 does not leave its 4 groups"),
