@@ -9,6 +9,9 @@ import sys
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import ValidationError
 from transformers import AutoConfig
 
 from bench.common.foreign import draw, old_spelling
@@ -27,6 +30,7 @@ from stretto.model.families import (
     to_hf,
     why_not,
 )
+from stretto.model.families.table import OPTIONAL
 from stretto.model.spec import ModelConfig
 
 SHAPE: dict[str, Any] = {
@@ -136,6 +140,49 @@ def test_a_family_says_in_one_line_what_it_cannot_hold(family: Family, changes: 
     with pytest.raises(UserError, match=f"--family {family}") as caught:
         check_family(config, family)
     assert said in str(caught.value) and "\n" not in str(caught.value)
+
+
+CHANGES: list[dict[str, Any]] = [
+    *({name: True} for name in ("qk_norm", "qk_norm_wide", "tie_embeddings", *OPTIONAL)),
+    *({"selection_bias": False}, {"router": "softmax"}, {"normalize_gates": False}, {"routed_scaling": 1.5}),
+    *({"qkv_clip": 2.0}, {"clamped_swiglu": {"limit": 0.5}}, {"attention_scale": 0.3}, {"rotary_fraction": 0.5}),
+    *({"sliding_window": 5, "sliding_layers": layers} for layers in ((0, 2, 4), tuple(range(6)))),
+    *({"dense_layers": layers, "dense_intermediate_size": 24} for layers in ((0,), (0, 2, 4), (5,), tuple(range(6)))),
+    *({"num_shared_experts": num} for num in (0, 1, 3)),
+    *({"num_experts": 1, "top_k": 1}, {"experts_per_layer": UNEVEN}, {"expert_groups": 2, "top_groups": 1}),
+    *({"latent": LATENT["latent"], "num_kv_heads": 4, "head_dim": head_dim} for head_dim in (4, 12)),
+    *({"rope_scaling": {"kind": kind, "factor": 4.0}} for kind in ("linear", "dynamic")),
+    *(
+        {"rope_scaling": {**YARN, **more}}
+        for more in ({}, {"truncate": False}, {"attention_factor": 1.2}, {"kind": "llama3"})
+    ),
+]
+OF_ROUTERS = (
+    *("router", "selection_bias", "router_bias", "normalize_gates", "routed_scaling", "expert_groups", "top_groups"),
+    *("expert_bias", "num_shared_experts", "experts_per_layer", "num_experts", "top_k", "expert_intermediate_size"),
+)
+"""Fields without meaning for a network without experts."""
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@settings(max_examples=25)
+@given(changes=st.lists(st.sampled_from(CHANGES), min_size=1, max_size=4))
+def test_what_a_family_can_hold_comes_back_from_its_config_json(family: Family, changes: list[dict[str, Any]]) -> None:
+    try:
+        config = network(family, **{name: value for each in changes for name, value in each.items()})
+    except ValidationError:
+        return
+    if why_not(config, family) is not None:
+        return
+    read, found = from_hf(json.loads(json.dumps(to_hf(config, family, "float32"))), "config.json")
+    # a family may have tensors and experts that the network lacks, in a form without effect
+    form = {name for name in (*OPTIONAL, "num_shared_experts") if not getattr(config, name)}
+    form |= {"num_experts", "experts_per_layer", "expert_order", "widths", "tie_embeddings"}
+    form |= {"sliding_window"} if not config.sliding_layers else set()
+    form |= set(OF_ROUTERS) if not config.moe_layers else set()
+    written = config.model_dump(exclude=form)
+    assert found == family and read.model_dump(exclude=form) == written
+    assert read.num_shared_experts <= max(1, config.num_shared_experts) or not config.moe_layers
 
 
 @pytest.mark.parametrize("family", FAMILIES)
