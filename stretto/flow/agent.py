@@ -419,8 +419,10 @@ class AgentRole:
         sample.append(Part(context(tokens, started_s, time.time()), messages=(message,)))
 
     def _fits(self, sample: Sample, tokens: np.ndarray) -> bool:
-        """Whether the model can continue after ``tokens``."""
-        return sample.num_tokens + len(tokens) < self._recipe.train.seq_len
+        """Whether the model can continue after ``tokens``. A sample must not end with a turn that no engine has read: it would lack
+        that turn's routes."""
+        has_budget = sample.num_sampled < sample.task.max_tokens
+        return has_budget and sample.num_tokens + len(tokens) < self._recipe.train.seq_len
 
     def _messages(self, group: _InFlight, sample: Sample) -> tuple[Mapping[str, Any], ...]:
         """All messages after the prompt, in the form that verifiers and environments read."""

@@ -286,6 +286,15 @@ def test_one_budget_over_all_turns(tmp_path: Path) -> None:
     assert (done.finish_reason, done.num_turns, calls) == ("length", 1, [])
 
 
+def test_a_sample_without_budget_does_not_end_with_an_environments_turn(tmp_path: Path) -> None:
+    """No engine would read that turn, so its tokens would have no routes, and the trainer would refuse the group."""
+    spent = replace(ONE, max_tokens=len(spoken_turn("5")))
+    subject = agent(tmp_path, [Spoken([spoken_turn("5")])], source=Guessing(), **LONG)
+    ref = asyncio.run(subject.run_group(spent, 0))
+    (done,) = load_group(ref.location).trajectories
+    assert (done.finish_reason, done.num_turns) == ("length", 1) and done.segments[-1].is_sampled
+
+
 def test_no_sample_is_longer_than_the_trainer_takes(tmp_path: Path) -> None:
     long = ToolResult("x " * 200, Outcome.OK, 0.0)
     done, _ = run_spoken(tmp_path, [CALL, "5"], Toy((calculator(results=[long]),)), max_len=500)
