@@ -6,8 +6,8 @@ has helpers that several sources share: finding the answer in a text, and readin
 
 from __future__ import annotations
 
-import math
 import re
+import sys
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -347,13 +347,26 @@ def score_fault(score: Any) -> str | None:
     """The error in a return value of `TaskSource.score`; None: it is a valid score."""
     if not isinstance(score, Score):
         return f"score() returned {_short(score)}, not a Score"
-    numbers: dict[str, Any] = {"reward": score.reward, **score.parts}
-    numbers |= {f"the reward of step {number}": step.reward for number, step in enumerate(score.steps)}
+    parts: Any = score.parts
+    steps: Any = score.steps
+    detail: Any = score.detail
+    if not isinstance(parts, Mapping) or not all(isinstance(name, str) for name in parts):
+        return f"score() gave parts as {_short(parts)}, not numbers by name"
+    if not isinstance(steps, tuple | list) or not all(isinstance(step, StepReward) for step in steps):
+        return f"score() gave steps as {_short(steps)}, not a tuple of StepReward"
+    if not isinstance(detail, str):
+        return f"score() gave detail as {_short(detail)}, not a text"
+    for number, step in enumerate(steps):
+        for name, value in (("turn", step.turn), ("end", 0 if step.end is None else step.end)):
+            if type(value) is not int:  # a number of another library could not be stored
+                return f"score() gave the {name} of step {number} as {_short(value)}, not an int"
+    numbers: dict[str, Any] = {"reward": score.reward, "sandbox_s": score.sandbox_s, **parts}
+    numbers |= {f"the reward of step {number}": step.reward for number, step in enumerate(steps)}
     for name, value in numbers.items():
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             return f"score() gave {name} as {_short(value)}, not a number"
-        if not math.isfinite(value):
-            return f"score() gave {name} as {value}, not a finite number"
+        if not abs(value) <= sys.float_info.max:
+            return f"score() gave {name} as {_short(value)}, not a finite number"
     outcome: Any = score.outcome
     if not isinstance(outcome, Outcome):
         return f"score() gave outcome as {_short(outcome)}, not an Outcome"

@@ -7,6 +7,7 @@ import threading
 from pathlib import Path
 from typing import Any, get_args
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 from stretto.base.config import Config
 from stretto.base.errors import UserError
 from stretto.base.paths import RECIPES
-from stretto.base.trajectory import Outcome
+from stretto.base.trajectory import Outcome, StepReward
 from stretto.learning.recipe import SourceConfig
 from stretto.tasks.registry import open_source
 from stretto.tasks.task import (
@@ -141,6 +142,17 @@ def test_one_shared_right_answer_is_no_fault() -> None:
         (Score(True, Outcome.OK), "reward as True, not a number"),
         (Score(1.0, Outcome.OK, {"style": float("nan")}), "style as nan"),
         (Score(1.0, "ok"), "outcome as 'ok'"),  # type: ignore[arg-type]
+        (Score(10**400, Outcome.OK), "reward as 1000"),
+        (Score(1.0, Outcome.OK, sandbox_s=float("nan")), "sandbox_s as nan"),
+        (Score(1.0, Outcome.OK, None), "parts as None, not numbers by name"),  # type: ignore[arg-type]
+        (Score(1.0, Outcome.OK, {1: 2.0}), "parts as {1: 2.0}, not numbers by name"),  # type: ignore[dict-item]
+        (Score(0.0, Outcome.WRONG, detail=ValueError("no")), "detail as ValueError('no'), not a text"),  # type: ignore[arg-type]
+        (Score(1.0, Outcome.OK, steps=((0, 1.0),)), "steps as ((0, 1.0),), not a tuple of StepReward"),  # type: ignore[arg-type]
+        (
+            Score(1.0, Outcome.OK, steps=(StepReward(np.argmax([0, 1]), 1.0),)),
+            "the turn of step 0 as np.int64(1), not an int",
+        ),  # type: ignore[arg-type]
+        (Score(1.0, Outcome.OK, steps=(StepReward(0, 1.0, end="x"),)), "the end of step 0 as 'x', not an int"),  # type: ignore[arg-type]
         ("1.0", "'1.0', not a Score"),
         (1.0, "1.0, not a Score"),
         (None, "None, not a Score"),
