@@ -238,7 +238,7 @@ def _checked(value: float | NDArray[np.generic], sample: Streams, algorithm: str
     """``value`` as a stream [S] of the sample. Raises UserError: it has another shape, or is not finite."""
     try:
         stream_S = np.broadcast_to(np.asarray(value, np.float32), (sample.num_inputs,))
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         problem = f"{error} for the {sample.num_inputs} inputs of {sample.where}"
         raise UserError(f"loss.advantage: {algorithm}: {problem}; give a number, or one for each input") from None
     if not np.isfinite(stream_S[sample.mask_S]).all():

@@ -177,6 +177,7 @@ def test_an_algorithm_may_weigh_tokens_itself(tmp_path: Path) -> None:
         ("float('nan')", "is not a finite number; correct it"),
         ("np.zeros(3)", r"inputs of ordinal 0, sample 0; give a number, or one for each input"),
         ("'much'", "could not convert string to float"),
+        ("10**400", "int too large to convert to float"),
         ("Credit(1.0, weights_S=one.mask_S) if one.number else 1.0", "gives weights for 1 samples of 2"),
     ],
 )
