@@ -186,10 +186,10 @@ class Trace:
 
 
 def read_spans(folder: Path) -> list[Span]:
-    """The spans of a run; [] if there are none. Empty and torn lines are skipped."""
+    """The spans of a run; [] if there are none. Empty, torn and damaged lines are skipped."""
     path = folder / SPANS_FILE
     spans = []
-    for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else []:
+    for line in path.read_bytes().splitlines() if path.is_file() else []:
         with suppress(ValueError, TypeError):
             spans.append(Span(*json.loads(line)))
     return spans

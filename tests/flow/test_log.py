@@ -111,8 +111,8 @@ def test_overlapping_spans_lie_in_lanes_of_their_own(tmp_path: Path) -> None:
 def test_a_run_that_goes_on_after_a_kill_loses_one_line_at_most(tmp_path: Path) -> None:
     with Trace(tmp_path) as trace:
         trace.add(Span("trainer", "step", 1.0, 2.0))
-    with (tmp_path / SPANS_FILE).open("a") as file:
-        file.write('["trainer","st')
+    with (tmp_path / SPANS_FILE).open("ab") as file:
+        file.write(b'["trainer","s\xf4')
     with Trace(tmp_path) as trace:
         trace.add(Span("trainer", "step", 3.0, 5.0))
     assert [span.seconds for span in read_spans(tmp_path)] == [1.0, 2.0]
