@@ -130,7 +130,7 @@ def _origin(field: str, overrides: Sequence[str], is_unknown: bool = False) -> s
     for override in reversed(overrides):
         key = override.partition("=")[0].strip()
         if f"{field}.".startswith(f"{key}.") or (is_unknown and key.startswith(f"{field}.")):
-            return f" (from the setting {override})"
+            return f" (from the setting {one_line(override)})"
     return ""
 
 
@@ -401,6 +401,10 @@ def first_problem(error: ValidationError, kind: type[BaseModel], noun: str = "fi
         message = "missing; add it" if found["type"] == "missing" else found["msg"].removeprefix("Value error, ")
         if found["type"] == "int_parsing_size":
             message = f"must be a smaller number{_shown(found['input'])}"
+        if found["type"] == "too_short":
+            message = (
+                f"needs at least {found['ctx']['min_length']}, has {found['ctx']['actual_length']}; add what is missing"
+            )
         if message.startswith(_INPUT):
             texts = (_wanted(each, "a table" if noun == "key" else "an object") for each in nearest_ones)
             message = f"must be {', or '.join(dict.fromkeys(texts))}{_shown(found['input'])}"

@@ -182,6 +182,19 @@ def test_counts_of_a_recipe_are_bounded(name: str, kind: type[Config], setting: 
         read_recipe(name, kind, [setting])
 
 
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("loss.policy='''x\ny'''", "loss.policy: must be 'ppo', 'gspo', 'cispo' or 'icepop', is 'x\\ny'"),
+        ("sources={}", "sources: needs at least 1, has 0; add what is missing"),
+    ],
+)
+def test_a_refused_setting_is_one_line(setting: str, message: str) -> None:
+    with pytest.raises(UserError) as refused:
+        read_recipe("rl_gym", RlRecipe, [setting])
+    assert f"{message} (from the setting " in str(refused.value) and "\n" not in str(refused.value)
+
+
 def test_seeds_and_bytes_are_no_counts() -> None:
     read = read_recipe("rl_gym", RlRecipe, ["train.seed=123456789012", "rollout.cache_bytes=20_000_000_000"])
     assert read.train.seed == 123456789012
