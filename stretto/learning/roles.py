@@ -62,6 +62,13 @@ class PoolConfig(Config):
         return self
 
 
+class AgentPoolConfig(PoolConfig):
+    """`PoolConfig` with one worker unless the recipe names more."""
+
+    max: int = Field(default=1, gt=0)
+    """Largest number of workers."""
+
+
 class SandboxConfig(Config):
     """Limits of one program that a verifier or a tool runs."""
 
@@ -120,7 +127,7 @@ class RuntimeConfig(Config):
     any case. A resumed run counts anew."""
     address: str = "auto"
     """Address of the Ray cluster."""
-    agents: PoolConfig = PoolConfig(min=1, max=1)
+    agents: AgentPoolConfig = AgentPoolConfig()
     """Pool of agents on Ray, or if all roles are isolated; its deadline is ``failures.lease_s``."""
     rewards: PoolConfig = PoolConfig()
     """Pool of verifiers."""

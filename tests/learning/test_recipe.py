@@ -219,3 +219,7 @@ def test_ranks_divide_rows_and_ep_divides_ranks() -> None:
         recipe(trainer__ranks=4)
     with pytest.raises(ValidationError, match=r"ep 3 does not divide the number of ranks, 2; choose a divisor"):
         recipe(trainer__ranks=2, trainer__ep=3)
+
+
+def test_a_setting_of_the_pool_of_agents_leaves_their_largest_number() -> None:
+    assert recipe(runtime={"agents": {"utilisation": 0.5}}).runtime.agents.max == 1
