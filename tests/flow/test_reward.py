@@ -7,16 +7,24 @@ import math
 import sys
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from stretto.base.trajectory import Outcome, Verdict
+from stretto.base.trajectory import Outcome, StepReward, Verdict
 from stretto.flow.clients import RewardRequest
 from stretto.flow.reward import RewardRole
+from stretto.flow.reward import _verdict as verdict_of
+from stretto.learning.samples import load_group, store_group
+from stretto.runtime.store import FolderStore
 from stretto.tasks.task import Answer, Problem, Score
 from tests.flow.agents import Toy, agent
+from tests.flow.samples import group
 
 ASK = RewardRequest("toy", 7, "dog", ({"role": "assistant", "content": "dog"},))
 
@@ -79,6 +87,31 @@ def test_what_is_no_verdict_is_ours(judged: Callable[[Problem, Answer], Any], wh
     found = verdict(judged)
     assert found.outcome is Outcome.INFRA and why in found.detail
     assert found.detail.startswith("sources.toy: item 7: ") and "\n" not in found.detail
+
+
+ODD: Any = st.sampled_from(
+    [None, "x", 1, 1.5, True, np.int64(1), np.float32(0.5), math.nan, 10**400, [], {}, {1: 2.0}, ("a",)]
+)
+STEPS = st.builds(StepReward, st.integers(-2, 2) | ODD, st.floats() | ODD, st.none() | st.integers(-2, 9) | ODD)
+
+
+@settings(derandomize=True, max_examples=60, deadline=None)
+@given(
+    reward=st.floats() | ODD,
+    parts=st.dictionaries(st.text(), st.floats() | ODD, max_size=2) | ODD,
+    detail=st.text() | ODD,
+    sandbox_s=st.floats() | ODD,
+    steps=st.lists(STEPS, max_size=2) | st.lists(STEPS, max_size=2).map(tuple) | ODD,
+)
+def test_any_score_is_refused_or_can_be_stored(tmp_path_factory: pytest.TempPathFactory, **fields: Any) -> None:
+    found = verdict_of(ASK, Score(outcome=Outcome.OK, **fields), 0.0)
+    if found.outcome is Outcome.INFRA:
+        assert found.detail and "\n" not in found.detail
+        return
+    made = group(np.random.default_rng(0), [1.0])
+    made = replace(made, trajectories=(replace(made.trajectories[0], verdict=found),))
+    stored = store_group(FolderStore(tmp_path_factory.getbasetemp() / "scores"), made)
+    assert load_group(stored.location).trajectories[0].verdict == found
 
 
 def test_an_unknown_source_is_ours() -> None:
