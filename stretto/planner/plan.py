@@ -326,14 +326,14 @@ def _network(recipe: RlRecipe, name: str, model: str | os.PathLike[str] | None) 
 
 
 def _plan_pretrain(recipe: Recipe, empty: Plan, sweep: bool) -> Plan:
-    """``empty`` with the recipe's own layout on all accelerators, or (``sweep``) with all that divide."""
+    """``empty`` with the recipe's own layout on all accelerators, and (``sweep``) with all that divide."""
     train, elastic, config, cluster = recipe.train, recipe.elastic, empty.network, empty.cluster
-    layouts = [Layout(cluster.num, train.ep, train.micro_rows, train.micro_batches, train.recompute)]
-    notes = [*empty.notes]
-    if sweep:
-        layouts = list(_pretrain_layouts(config, train.rows, cluster.num))
-    else:
-        _check(layouts[0], config, cluster)
+    own = Layout(cluster.num, train.ep, train.micro_rows, train.micro_batches, train.recompute)
+    layouts, notes = list(_pretrain_layouts(config, train.rows, cluster.num)) if sweep else [], [*empty.notes]
+    if not sweep:
+        _check(own, config, cluster)
+    if own not in layouts and _why_undivided(config, own.ranks, own.ep) is None:
+        layouts.append(own)
         if train.micro_rows % cluster.num:
             padded = f"{cluster.num} ranks do not divide the {train.micro_rows} rows of a micro-batch"
             notes.append(f"{padded}: some compute padding.")

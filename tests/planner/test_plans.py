@@ -38,6 +38,14 @@ def test_the_sweep_is_at_least_as_fast_as_the_own_layout() -> None:
     assert [each.step_s for each in swept.predictions] == sorted(each.step_s for each in swept.predictions)
 
 
+def test_the_sweep_tries_the_own_layout_where_it_computes_padding() -> None:
+    """6 accelerators do not divide 100 rows, and neither do 3."""
+    rows = ["train.rows=100", "train.micro_batches=1"]
+    own, swept = (stretto.plan("small", "6xH100", sweep=sweep, settings=rows) for sweep in (False, True))
+    assert (swept.best, swept.num_tried) == (own.best, 1)
+    assert own.notes == swept.notes and any("padding" in note for note in own.notes)
+
+
 def test_a_layout_of_a_sweep_is_planned_as_if_the_recipe_named_it() -> None:
     joint = ["elastic.joint=true"]
     swept = stretto.plan("small", "8xH100", sweep=True, settings=joint)
