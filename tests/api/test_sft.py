@@ -33,6 +33,7 @@ from stretto.data.loader import Mixture
 from stretto.data.pack import IGNORED
 from stretto.data.shards import TOKENIZER, tokenise
 from stretto.data.sources import open_source
+from stretto.learning.recipe import StartConfig
 from stretto.model.checkpoint import read_checkpoint, read_presets, write_checkpoint
 from stretto.model.parallel import join
 from stretto.model.spec import ModelConfig, SubnetChoice
@@ -273,6 +274,14 @@ def test_domains_get_their_shares(base: Path, data: Path, tmp_path: Path) -> Non
         open_conversations(mixture, recipe("domains.math=1", "domains.sums=1"), join("cpu"))
     with pytest.raises(UserError, match="domains: products is in the data and has no share"):
         open_conversations(mixture, recipe("domains.sums=1"), join("cpu"))
+
+
+def test_a_mixture_of_fine_tuning_measures_no_orders() -> None:
+    with pytest.raises(UserError, match=r"sft.toml: elastic: rank_layers_at: .* leave it out$"):
+        recipe("elastic.rank_layers_at=[0.5]")
+    start = {"optim": {"lr": 1e-3}, "steps": 2, "elastic": {"rank_experts_at": [0.5]}}
+    with pytest.raises(ValueError, match="rank_experts_at: fine-tuning keeps the orders"):
+        StartConfig.model_validate(start)
 
 
 def test_what_cannot_be_done_is_refused(base: Path, data: Path, tmp_path: Path) -> None:
