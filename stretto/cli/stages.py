@@ -238,9 +238,11 @@ def search(
         seed: Random seed of the search.
     """
     limits = locals()
+    from stretto.base.config import validate_options
     from stretto.subnets.search import SearchOptions
 
-    found = stretto.search(limits.pop("run"), options=SearchOptions(seed=limits.pop("seed")), **limits)
+    options = validate_options(SearchOptions, {"seed": limits.pop("seed")})
+    found = stretto.search(limits.pop("run"), options=options, **limits)
     for line in found.result.summary():
         say(line)
     say(f"next: stretto extract {quoted(run)} --subnet best -o OUT")

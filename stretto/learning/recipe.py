@@ -491,7 +491,7 @@ class RlTrainConfig(Config):
     """Rows of one forward and backward pass."""
     minibatches: int = Field(default=1, gt=0)
     """Optimiser updates per step, each on its share of the groups; more than one need a trust region."""
-    seed: int = 0
+    seed: int = Field(default=0, ge=0, lt=2**64)
     """Seed of the order of prompts and of sampling."""
     threads: int = Field(default=1, gt=0)
     """Threads of the trainer on a CPU."""

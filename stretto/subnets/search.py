@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence, Set
 
 import numpy as np
 import scipy
+from pydantic import Field
 
 from stretto.base.config import Config
 from stretto.base.errors import UserError
@@ -32,26 +33,26 @@ ENUMERATED = 20_000
 class SearchOptions(Config):
     """Effort of a search."""
 
-    enumerated: int = ENUMERATED
+    enumerated: int = Field(default=ENUMERATED, ge=0)
     """Spaces of at most this many choices are predicted completely."""
-    num_trials: int = 1000
+    num_trials: int = Field(default=1000, ge=0)
     """Proposals of NSGA-II in a larger space. They are only predicted, so thousands take seconds."""
-    population: int = 40
-    num_evaluated: int = 16
+    population: int = Field(default=40, ge=2)
+    num_evaluated: int = Field(default=16, gt=0)
     """Number of candidates within the limits, best predicted first, that are evaluated."""
-    num_nested: int = 4
+    num_nested: int = Field(default=4, ge=0)
     """Number of further evaluated candidates with layers of the nested order, best predicted first: training drew layers in that order,
     which the additive prediction ignores.
     """
-    num_spread: int = 8
+    num_spread: int = Field(default=8, ge=0)
     """Number of evaluated candidates spread along the predicted front, within the limits or not. They are needed for the figure of the
     front and for a meaningful rank correlation.
     """
-    num_healed: int = 3
+    num_healed: int = Field(default=3, ge=0)
     """Number of evaluated candidates, best first, that are healed if healing is requested."""
     each_layer: bool = False
     """Also measure numbers of experts and k layer by layer; always done if numbers may differ by layer."""
-    seed: int = 0
+    seed: int = Field(default=0, ge=0, lt=2**32)
 
 
 class Correlations(Config):

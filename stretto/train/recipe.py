@@ -129,7 +129,7 @@ class TrainConfig(Config):
     """Number of expert-parallel ranks, which share the experts of each layer. Divides the number of ranks and the number of experts. A
     resumed run may change it.
     """
-    seed: int = Field(default=0, ge=0)
+    seed: int = Field(default=0, ge=0, lt=2**64)
     """Seed of the weights, of the order of the data and of the sampled sizes."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Compute dtype. ``auto``: on a GPU with bf16 units bf16 autocast, on a CPU the faster one, measured on the run's own

@@ -200,6 +200,15 @@ def test_seeds_and_bytes_are_no_counts() -> None:
     assert read.train.seed == 123456789012
 
 
+@pytest.mark.parametrize(("name", "kind"), [("small", PretrainRecipe), ("rl_gym", RlRecipe)])
+@pytest.mark.parametrize(
+    ("seed", "message"), [(2**64, "less than 18446744073709551616"), (-1, "greater than or equal to 0")]
+)
+def test_a_seed_has_64_bits(name: str, kind: type[Config], seed: int, message: str) -> None:
+    with pytest.raises(UserError, match=rf"train\.seed: must be {message}"):
+        read_recipe(name, kind, {"train.seed": seed})
+
+
 @pytest.mark.parametrize("target", ["loop.toml", "gone.toml"])
 def test_a_link_that_leads_nowhere_is_said_to_be_one(tmp_path: Path, target: str) -> None:
     link = tmp_path / "loop.toml"

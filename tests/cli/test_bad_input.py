@@ -279,6 +279,8 @@ def test_a_path_that_no_system_takes(stretto: Run, tmp_path: Path) -> None:
         (("--max-latency-ms", "0"), ("--max-latency-ms 0", "milliseconds")),
         (("--max-latency-ms", "inf"), ("--max-latency-ms inf",)),
         (("--heal-steps", "-2"), ("--heal-steps -2: must be 0 or more",)),
+        (("--seed", "-1"), ("--seed: must be greater than or equal to 0",)),
+        (("--seed", str(2**32)), ("--seed: must be less than 4294967296",)),
     ],
 )
 def test_limits_that_are_none(stretto: Run, tmp_path: Path, limit: tuple[str, str], words: tuple[str, ...]) -> None:
