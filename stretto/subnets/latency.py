@@ -52,8 +52,13 @@ DECODE = Workload(phase="decode", batch=1, context=64)
 
 
 def usual_workloads(config: ModelConfig) -> tuple[Workload, Workload]:
-    """Decoding and prefilling one sequence, shorter if the network has few positions."""
+    """Decoding and prefilling one sequence, shorter if the network has few positions. Raises `UserError`: they are fewer than three, for
+    a cached token, a decoded one and its successor."""
     longest = config.max_positions
+    if longest < 3:
+        raise UserError(
+            f"max_positions: {longest}, and a measured decoding step needs 3; use a network with more positions"
+        )
     return (
         DECODE.replace(context=min(DECODE.context, longest // 2)),
         Workload(phase="prefill", batch=1, context=min(256, longest - 1)),

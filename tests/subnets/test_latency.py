@@ -15,6 +15,7 @@ from stretto.subnets.latency import (
     measure,
     read_table,
     step_seconds,
+    usual_workloads,
     write_table,
 )
 from tests.engine.engines import LATENT, SWITCHES
@@ -37,6 +38,15 @@ def small_matmul(monkeypatch):
 
 def planted_table(model, **options) -> LatencyTable:
     return measure(model, [2, 4, 6], [1, 2, 3], [DECODE, PREFILL], num_rounds=3, time_fn=planted_seconds, **options)
+
+
+def test_a_network_without_room_for_a_decoding_step_is_refused(make_model):
+    """It would be timed forever, because a step after the prefill never comes."""
+    config = make_model().config
+    with pytest.raises(UserError, match="max_positions: 2, and a measured decoding step needs 3"):
+        usual_workloads(config.replace(max_positions=2))
+    (decode, _) = usual_workloads(config.replace(max_positions=3))
+    assert decode.context == 1
 
 
 def test_a_planted_cost_is_solved_for_and_predicted(make_model):
