@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from llguidance import LLMatcher
 from pydantic import TypeAdapter
@@ -96,6 +96,20 @@ def test_what_a_template_writes_is_read(name: str) -> None:
     assert told(said) == SAID
     assert said.content == content.strip()
     assert len({call.id for call in said.calls}) == len(SAID)
+
+
+TEXTS = st.text("x1\n{}; \"\\'<>[]=,(", max_size=6)
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(arguments=st.dictionaries(st.sampled_from(["a", "max-results", "größe"]), TEXTS, max_size=3))
+@example(arguments={"a": "};{"})
+def test_every_text_that_a_template_writes_is_read(name: str, arguments: dict[str, str]) -> None:
+    schemas = {"f": {"properties": {key: {"type": "string"} for key in arguments}}}
+    calls = [("f", arguments), ("f", {})]
+    reader = AnswerReader(dialect_of(TEMPLATES[name]), schemas)
+    assert told(read_answer(reader, written(TEMPLATES[name], calls))) == calls
 
 
 def test_each_template_has_a_dialect_of_its_own() -> None:

@@ -42,10 +42,14 @@ def _json_calls(body: str, groups: Mapping[str, str], schemas: Schemas) -> Found
     return tree_calls(parse_json(groups.get("lead", "") + body))
 
 
+_SEMICOLON = regex.compile(r'"(?:[^"\\]|\\.)*+(?:"|\Z)(*SKIP)(*FAIL)|(?<=\})\s*;\s*(?=\{)')
+"""The separator of two JSON objects; strings are skipped."""
+
+
 def _json_sequence(body: str, groups: Mapping[str, str], schemas: Schemas) -> Found:
     """Calls that are separated by semicolons. The format has no mark, so an object without arguments is a call only if it consists of the
     name of a tool; otherwise it is an answer in JSON."""
-    trees = [parse_json(part) for part in regex.split(r"(?<=\})\s*;\s*(?=\{)", groups.get("lead", "") + body)]
+    trees = [parse_json(part) for part in _SEMICOLON.split(groups.get("lead", "") + body)]
     calls = tree_calls(trees)
     for tree, (name, _) in zip(trees, calls, strict=True):
         keys = tree.get("function", tree).keys()
@@ -186,7 +190,7 @@ DIALECTS = (
         *_marks("<tool_call>", "</tool_call>"),
         _tagged(
             r"(?P<name>[^\s<]+)",
-            r"<arg_key>(?P<key>.*?)</arg_key>\s*<arg_value>\n?(?P<value>.*?)\n?</arg_value>",
+            r"<arg_key>(?P<key>.*?)</arg_key>\s*<arg_value>(?P<value>.*?)</arg_value>",
             "</arg_value>",
         ),
         ("<tool_call>", NAME, SPACE, ARGUMENTS, "</tool_call>"),

@@ -13,6 +13,7 @@ from stretto.server.calls.dialect import (
     ARGUMENTS,
     FREE,
     KEY,
+    LINE,
     NAME,
     VALUE,
     Dialect,
@@ -191,15 +192,16 @@ def _argument_rules(
 ) -> Iterator[str]:
     """Rules for one argument whose value follows one of the schemas ``values``. ``key``: a literal or a terminal."""
     parts, ending, value = dialect.argument, ending_of(dialect.argument), f"value_{rule}"
+    line = r"\n?" if LINE in parts else ""
     exact: list[str] = []
     texts: list[str] = []  # used instead of ``exact`` if a string is allowed: unquoted text up to the mark that ends it
     is_text = False
     for way in values:
         if ending and (known := _listed_values(way)):
             exact += map(_quoted, known)
-            texts += [f"/\\n?{_escaped(each)}\\n?/" for each in known]
+            texts += [f"/{line}{_escaped(each)}{line}/" for each in known]
         elif ending and (not kinds(way) or "string" in kinds(way)):
-            texts.append(_text_of(way))
+            texts.append(_text_of(way, line))
             is_text = True
         else:
             exact += [_json_rule(alone(way, root)), *['"True"', '"False"'] * (kinds(way) == {"boolean"})]
@@ -221,15 +223,15 @@ def _listed_values(way: Schema) -> list[str]:
     return values
 
 
-def _text_of(way: Schema) -> str:
-    """Terminal for the texts that the schema of a string allows, with the line breaks that templates put around them."""
+def _text_of(way: Schema, line: str) -> str:
+    """Terminal for the texts that the schema of a string allows. ``line``: pattern of the line breaks that templates put around them."""
     found, (least, most) = [], (way.get(name) for name in ("minLength", "maxLength"))
     if isinstance(pattern := way.get("pattern"), str):
         ways = ["".join(_anchored(pieces)) for pieces in _alternatives(pattern)]
         found.append(f"(?:{'|'.join(ways)})")
     if type(least) is int or type(most) is int:
         found.append(f"(?s:.{{{least if type(least) is int else 0},{most if type(most) is int else ''}}})")
-    return " & ".join(f"/\\n?{each}\\n?/" for each in found) or _TEXT
+    return " & ".join(f"/{line}{each}{line}/" for each in found) or _TEXT
 
 
 def _alternatives(pattern: str) -> list[list[str]]:
