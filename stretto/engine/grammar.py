@@ -107,7 +107,8 @@ class GrammarCompiler:
         if isinstance(compiled.matcher, str):
             raise UserError(f"{source}: {grammar.field or f'grammar.{grammar.kind}'}: {compiled.matcher}")
         source = f"{source}: {grammar.field or 'grammar'}"
-        return GrammarState(compiled.matcher, frozenset((self._eos_id, *end_ids)), self._vocab, source)
+        ends = frozenset((self._eos_id, *end_ids))
+        return GrammarState(compiled.matcher, ends, self._vocab, source, self._tokenizer)
 
     def _read_once(self, grammar: Grammar) -> _Compiled:
         """As `_read`, into the cache; requests with the same grammar at the same time wait for one trial. Raises QueueFull."""
@@ -160,8 +161,11 @@ class GrammarCompiler:
 class GrammarState:
     """Progress of one sequence in its grammar. Created by `GrammarCompiler.compile`."""
 
-    def __init__(self, start: LLMatcher, end_ids: frozenset[int], vocab: int, source: str) -> None:
+    def __init__(
+        self, start: LLMatcher, end_ids: frozenset[int], vocab: int, source: str, tokenizer: LLTokenizer
+    ) -> None:
         self._start = start
+        self._tokenizer = tokenizer
         self._matcher = start.deep_copy()
         self._vocab = vocab
         self._source = source
@@ -175,7 +179,7 @@ class GrammarState:
 
     def fresh(self) -> GrammarState:
         """Another state before the first token."""
-        return GrammarState(self._start, self._end_ids, self._vocab, self._source)
+        return GrammarState(self._start, self._end_ids, self._vocab, self._source, self._tokenizer)
 
     def mask(self) -> np.ndarray:
         """int32 [W]: bit b of word w is set if token 32·w + b is allowed next; see `stretto.engine.sampling.process`.
@@ -188,7 +192,24 @@ class GrammarState:
         if self._has_ended:
             return self._ends_W.copy()
         mask_W = np.frombuffer(self._timed(self._matcher.compute_bitmask), dtype=np.int32)[: len(self._ends_W)]
-        return mask_W | self._ends_W if self._matcher.is_accepting() else mask_W.copy()
+        if self._matcher.is_accepting():
+            return mask_W | self._ends_W
+        return self._spelt(mask_W.copy())
+
+    def _spelt(self, mask_W: np.ndarray) -> np.ndarray:
+        """The mask, with the first token that spells the text of an added token in place of the added token itself. Where the library
+        sees that the text must follow, it allows the added token alone, and then does not accept it."""
+        words = np.flatnonzero(mask_W)
+        bits = np.flatnonzero(np.unpackbits(mask_W[words[:1]].view(np.uint8), bitorder="little"))
+        if len(words) != 1 or len(bits) != 1:
+            return mask_W
+        token = int(32 * words[0] + bits[0])
+        if self._tokenizer.is_special_token(token) and not self._matcher.validate_tokens([token]):
+            text = self._matcher.compute_ff_bytes().decode(errors="ignore")
+            first = self._tokenizer.greedy_tokenize(text)[0]
+            mask_W[words[0]] = 0
+            mask_W[first // 32] = np.uint32(1 << first % 32).view(np.int32)
+        return mask_W
 
     def accept(self, token: int) -> bool:
         """Accept the next token; False, without a change, if it is not allowed.

@@ -147,6 +147,24 @@ def test_json_object_takes_any_object_and_nothing_else(
     assert not all(accept_text(state, tokenizer, '{"a":' + " " * 99)), "whitespace without end"
 
 
+def test_the_text_of_an_added_token_can_be_written() -> None:
+    """The library allows the added token where a grammar leaves no choice, and does not accept it."""
+    trained = train_tokenizer(iter(TEXT), 420)
+    trained.rust.add_tokens(["<think>", "</think>"])
+    tokenizer = Tokenizer(trained.rust, trained.eos_token, None, trained.config)
+    compiler = GrammarCompiler(tokenizer)
+    for grammar, expected in (
+        (Grammar(kind="regex", text="<think>a</think>"), "<think>a</think>"),
+        (Grammar(kind="lark", text='start: "a" "<think>" "b"'), "a<think>b"),
+        (Grammar(kind="json_schema", text='{"const": "a <think>"}'), '"a <think>"'),
+    ):
+        state, ids = compiler.compile(grammar), []
+        while (token := min(allowed(state, tokenizer.vocab_size))) != tokenizer.eos_id:
+            assert state.accept(token)
+            ids.append(token)
+        assert tokenizer.decode(ids) == expected
+
+
 def test_states_of_one_grammar_are_apart(compiler: GrammarCompiler, tokenizer: Tokenizer) -> None:
     grammar = Grammar(kind="regex", text="abc")
     first, second = compiler.compile(grammar), compiler.compile(grammar)
