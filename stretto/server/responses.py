@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Iterator, Sequence
-from itertools import accumulate
 from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
@@ -238,15 +237,13 @@ class ResponseAnswer(Answer):
 
     def whole(self, done: Sequence[Completion]) -> dict[str, Any]:
         [completion] = done
+        if self.job.logprobs:  # token by token, because each message has the log-probabilities of its own tokens
+            at = 0
+            for (token, logprob, top), text in zip(self._sampled(completion), self._texts(completion), strict=True):
+                shown = completion.text[at : at + len(text)]  # nothing behind a stop string
+                at += len(text)
+                list(self.push(TokenEvent(completion.request_id, 0, token, logprob, shown, 0, tuple(top))))
         list(self.push(completion))
-        message = next((item for item in self._items if item["type"] == "message"), None)
-        if self.job.logprobs and message is not None:
-            part = message["content"][0]
-            texts, begin = self._texts(completion), completion.text.rfind(part["text"])
-            ends = accumulate(map(len, texts))
-            entries = (self._entry(*each) for each in self._sampled(completion))
-            # from the token on in which the message begins: reasoning has no log-probabilities
-            part["logprobs"] = [entry for entry, end in zip(entries, ends, strict=True) if end > begin or not begin]
         return self._response()
 
     def start(self) -> Iterator[bytes]:

@@ -199,6 +199,34 @@ def test_white_space_of_an_answer_with_calls_is_the_same_in_a_stream(ask: Ask) -
     assert done == texts and "".join(parts) == "".join(texts)
 
 
+@pytest.mark.parametrize(
+    ("regex", "stop", "num_messages"),
+    [
+        pytest.param("<tool_call>x", ["x"], 1, id="empty because the call was cut"),
+        pytest.param("a" + spelled('{"n": 1}') + "a", [], 2, id="before and after a call", marks=pytest.mark.slow),
+    ],
+)
+def test_log_probabilities_of_a_response_with_calls_are_the_same_in_a_stream(
+    ask: Ask, regex: str, stop: list[str], num_messages: int
+) -> None:
+    body = {"input": "x", "tools": [{"type": "function", **TOOL["function"]}], "regex": regex, "stop": stop}
+    body |= {"top_logprobs": 1, "max_output_tokens": 240, "seed": 1}
+    whole = ask("POST", "/v1/responses", json=body).json()
+    last = ask("POST", "/v1/responses", json={**body, "stream": True}).text.splitlines()[-2]
+    streamed = json.loads(last.removeprefix("data: "))["response"]
+    kept = [
+        [
+            each["token"]
+            for item in response["output"]
+            if item["type"] == "message"
+            for each in item["content"][0]["logprobs"]
+        ]
+        for response in (whole, streamed)
+    ]
+    assert kept[0] == kept[1] and kept[0]
+    assert sum(item["type"] == "message" for item in whole["output"]) == num_messages
+
+
 @pytest.mark.slow
 def test_an_answer_that_is_cut_says_so_and_tells_nothing_of_an_unfinished_call(ask: Ask, tokenizer: Tokenizer) -> None:
     fields = {"tools": [TOOL], "regex": spelled('{"n": 1}') * 2}
