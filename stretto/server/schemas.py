@@ -19,6 +19,11 @@ _MAPS = ("properties", "patternProperties", "$defs", "definitions")
 _DATA = ("enum", "const", "default", "examples")
 """Keywords whose values are data, not schemas."""
 _UNIONS = ("anyOf", "oneOf")
+_TIGHTER: Mapping[str, Callable[[Any, Any], Any]] = {
+    **dict.fromkeys(("minimum", "exclusiveMinimum", "minLength", "minItems", "minProperties"), max),
+    **dict.fromkeys(("maximum", "exclusiveMaximum", "maxLength", "maxItems", "maxProperties"), min),
+}
+"""Of two values of a limit the one that implies the other."""
 _MAX_STEPS = 256
 """Largest number of references, unions and intersections that are resolved for one schema: references may be circular."""
 
@@ -43,9 +48,15 @@ def constants(schema: Schema) -> Sequence[Any]:
     return [schema["const"]] if "const" in schema else _list(schema, "enum")
 
 
+def _is_listed(schema: Schema) -> bool:
+    """Whether ``schema`` lists the allowed values."""
+    return "const" in schema or isinstance(schema.get("enum"), list | tuple)
+
+
 def ways(schema: Any, root: Schema) -> list[Schema]:
     """Alternatives of ``schema``, a part of ``root``: a value follows ``schema`` if it follows one of them. They contain no reference, union
-    or intersection at their top. Raises `UserError` if this takes more than `_MAX_STEPS` steps."""
+    or intersection at their top, and list only values of their types. Empty: no value follows ``schema``. Raises `UserError` if this takes
+    more than `_MAX_STEPS` steps."""
     found: list[Schema] = []
     waiting = [schema]
     for _ in range(_MAX_STEPS):
@@ -60,8 +71,10 @@ def ways(schema: Any, root: Schema) -> list[Schema]:
             waiting.insert(0, _both(_without(each, "allOf") | ({"allOf": parts[1:]} if parts[1:] else {}), parts[0]))
         elif name := next((name for name in _UNIONS if _list(each, name)), None):
             waiting[:0] = [_both(_without(each, name), part) for part in _list(each, name)]
-        else:
+        elif not _is_listed(each):
             found.append(each)
+        elif values := [value for value in constants(each) if not kinds(each) or _common({_kind(value)}, kinds(each))]:
+            found.append({**_without(each, "const"), "enum": values})
     problem = f"resolving a schema of their parameters takes more than {_MAX_STEPS} steps"
     raise UserError(f"tools: {problem}; remove references that lead back to themselves, or allow fewer alternatives")
 
@@ -97,6 +110,8 @@ def closed(schema: Schema, is_strict: bool) -> dict[str, Any]:
         if isinstance(part, dict) and _is_several(part) and next(budget, None) is not None:
             # closed one by one, each part of an intersection would forbid the properties of the others
             several = [dict(way) for way in ways(part, schema)]
+            if not several:
+                return {"enum": []}
             if any(map(properties, several)):
                 kept = {key: part[key] for key in ("$defs", "definitions") if key in part}
                 return _each(kept, close) | ({"anyOf": list(map(close, several))} if several[1:] else close(several[0]))
@@ -153,6 +168,15 @@ def _both(first: Schema, second: Any) -> Schema:
     for name, each in properties(second).items():
         named[name] = {"allOf": [named[name], each]} if named.get(name, each) != each else each
     found = {**second, **first}
+    for name, tighter in _TIGHTER.items():
+        limits = [each[name] for each in (first, second) if isinstance(each.get(name), int | float)]
+        if limits[1:]:
+            found[name] = tighter(*limits)
+    if _is_listed(first) and _is_listed(second):
+        found = _without(found, "const") | {"enum": [each for each in constants(first) if each in constants(second)]}
+    if kinds(first) and kinds(second) and kinds(first) != kinds(second):
+        both = _common(kinds(first), kinds(second))
+        found |= {"type": sorted(both)} if both else {"enum": []}
     if waiting:
         found["allOf"] = waiting
     if named:
@@ -162,6 +186,21 @@ def _both(first: Schema, second: Any) -> Schema:
     if second.get("additionalProperties") is False:
         found["additionalProperties"] = False
     return found
+
+
+def _kind(value: Any) -> str:
+    """The JSON type of a value."""
+    if isinstance(value, float):
+        return "integer" if value.is_integer() else "number"
+    names = {str: "string", bool: "boolean", int: "integer", list: "array", dict: "object"}
+    return names.get(type(value), "null")
+
+
+def _common(first: set[str], second: set[str]) -> set[str]:
+    """The JSON types in both sets; an integer is a number, too."""
+    wide = [each | {"integer"} if "number" in each else each for each in (first, second)]
+    both = wide[0] & wide[1]
+    return both - {"integer"} if "number" in both else both
 
 
 def _without(schema: Schema, key: str) -> dict[str, Any]:

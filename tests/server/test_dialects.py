@@ -222,6 +222,17 @@ HELD: dict[str, tuple[dict[str, Any], list[dict[str, Any]], list[dict[str, Any]]
         [{"u": "ABC"}, {"u": None}],
         [{"u": "abc"}],
     ),
+    "types of both": (schema({"u": {"type": ["string", "null"], "allOf": [{"type": ["null", "integer"]}]}}), [{"u": None}], [{"u": "x"}]),
+    "limits of both": (
+        schema({"u": {"type": ["string", "null"], "anyOf": [{"type": "string", "maxLength": 3}, {"type": "null"}]}}),
+        [{"u": "ABC"}, {"u": None}],
+        [{"u": "ABCD"}],
+    ),
+    "values of both": (schema({"u": {"enum": ["a", "b", "c"], "allOf": [{"enum": ["b", "d"]}]}}), [{"u": "b"}], [{"u": "a"}, {"u": "d"}]),
+    "values of its type": (schema({"u": {"type": "string", "enum": ["a", None]}}), [{"u": "a"}], [{"u": None}]),
+    "a value that cannot be": (
+        {"type": "object", "properties": {"a": NUMBER, "u": {"type": "string", "allOf": [NUMBER]}}}, [{"a": 1}, {}], [{"u": 1}, {"u": "x"}],
+    ),
     "a length": (schema({"u": {"type": "string", "maxLength": 3}}), [{"u": "ABC"}], [{"u": "ABCD"}]),
     "objects in it": (schema({"o": A}), [{"o": {"a": 1}}], [{"o": {"a": 1, "b": 2}}, {"o": {}}]),
     "one of two objects": (schema({"o": {"anyOf": [A, B]}}), [{"o": {"a": 1}}, {"o": {"b": 1}}], [{"o": {"a": 1, "b": 2}}]),
@@ -358,6 +369,19 @@ def test_what_is_no_schema_is_no_fault_of_ours(name: str, tree: dict[str, Any]) 
         compiler_of(TEMPLATES[name], True).compile(grammar)
     text = written(TEMPLATES[name], [("f", {"a": "x"})])
     assert told(read_answer(AnswerReader(dialect_of(TEMPLATES[name]), {"f": tree}), text)) == [("f", {"a": "x"})]
+
+
+@pytest.mark.parametrize("name", ["hermes", "glm"])
+def test_parameters_that_nothing_follows_are_refused(name: str) -> None:
+    told_of = {
+        "type": "function",
+        "function": {"name": "f", "parameters": schema({"u": {"type": "string", "allOf": [NUMBER]}})},
+    }
+    use = tool_use([Tool.model_validate(told_of)], "required")
+    with pytest.raises(UserError, match=r"^(request: )?tools: .*(no arguments follow|Unsatisfiable)"):
+        compiler_of(TEMPLATES[name], True).compile(
+            Prompts(tokenizer_of(TEMPLATES[name], True)).grammar(use, None, parallel=True)
+        )
 
 
 @pytest.mark.parametrize(

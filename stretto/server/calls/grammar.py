@@ -9,6 +9,7 @@ from typing import Any
 
 import regex
 
+from stretto.base.errors import UserError
 from stretto.server.calls.dialect import (
     ARGUMENTS,
     FREE,
@@ -171,19 +172,25 @@ def _call_rules(dialect: Dialect, name: str, schema: Schema, spell: _Speller, nu
     lists = []
     for at, way in enumerate(ways(schema, schema)):
         named, others = properties(way), way.get("additionalProperties")
-        rules = {key: f"argument{number}_{at}_{place}" for place, key in enumerate(named)}
+        values = {key: found for key, each in named.items() if (found := ways(each, schema))}
+        if not values.keys() >= {*required(way)} & named.keys():
+            continue  # nothing follows this alternative
+        rules = {key: f"argument{number}_{at}_{place}" for place, key in enumerate(values)}
         for key, rule in rules.items():
-            yield from _argument_rules(dialect, _quoted(key), ways(named[key], schema), schema, spell, rule)
+            yield from _argument_rules(dialect, _quoted(key), values[key], schema, spell, rule)
         other = ""
-        if others or (others is None and not named):
+        other_values = ways(others, schema)
+        if other_values and (others or (others is None and not named)):
             other = f"argument{number}_{at}"
             taken = f" & ~/{'|'.join(map(_escaped, named))}/" if named else ""
             yield f"KEY_{other.upper()}: /[A-Za-z0-9_.-]+/{taken}"
-            yield from _argument_rules(dialect, f"KEY_{other.upper()}", ways(others, schema), schema, spell, other)
+            yield from _argument_rules(dialect, f"KEY_{other.upper()}", other_values, schema, spell, other)
         wanted = required(way)
         first = [rule for key, rule in rules.items() if key in wanted]
         later = [rule for key, rule in rules.items() if key not in wanted]
         lists.append(_listed(first, later, other, dialect.comma))
+    if not lists:
+        raise UserError(f"tools: no arguments follow the parameters of {name}; correct its schema")
     yield f"{arguments}: {' | '.join(lists)}"
 
 
