@@ -152,6 +152,8 @@ class GrammarCompiler:
             return _Compiled(f"reading it {error}; send a simpler one", text_bytes)
         num_bytes, _, problem = answer.partition(" ")
         if problem:
+            if _is_made_here(grammar):
+                problem = re.sub(r"^at \d+\(\d+\): ", "", problem)  # a place in a grammar that the client does not know
             return _Compiled(f"{problem}; {_remedy(grammar)}", text_bytes)
         matcher = LLMatcher(self._tokenizer, _definition(grammar), log_level=0, limits=_LIMITS)
         matcher.compute_bitmask()  # the first mask is the most expensive; copies of the matcher share its tables
@@ -277,13 +279,21 @@ _REMEDIES = {
 
 def _remedy(grammar: Grammar) -> str:
     """What the sender of a refused grammar can do."""
-    is_made_here = grammar.kind == "lark" and grammar.field not in ("", "grammar")  # from the schemas of a request
-    return _REMEDIES["json_schema" if is_made_here else grammar.kind]
+    return _REMEDIES["json_schema" if _is_made_here(grammar) else grammar.kind]
+
+
+def _is_made_here(grammar: Grammar) -> bool:
+    """Whether the grammar was made from the schemas of a request."""
+    return grammar.kind == "lark" and grammar.field not in ("", "grammar")
 
 
 def _one_line(message: object) -> str:
     """An error message of the library, shortened to one line."""
-    line = one_line(re.split("<state>|<non-verbose/>", str(message))[0], 200)
+    line = one_line(
+        re.split(r"<state>|<non-verbose/>|\n *\d+ \| ", str(message))[0], 200
+    )  # without the lines of the grammar
+    if "oneOf constraints are not supported" in line:
+        return "oneOf whose alternatives may overlap is not supported; use anyOf"
     return "nothing matches it" if line.startswith("NoExtension") else line
 
 

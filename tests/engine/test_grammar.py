@@ -190,7 +190,12 @@ def test_states_of_one_grammar_are_apart(compiler: GrammarCompiler, tokenizer: T
         (Grammar(kind="json_schema", text="false"), "nothing matches"),
         (Grammar(kind="json_schema", text='{"$ref": "https://example.org/x"}'), "grammar.json_schema: Resource"),
         (Grammar(kind="regex", text="(a"), "request: grammar.regex: .*unclosed group"),
-        (Grammar(kind="lark", text="start: missing"), "request: grammar.lark: .*unknown name"),
+        (Grammar(kind="lark", text="start: missing"), 'request: grammar.lark: at 1.8.: unknown name: "missing"; send'),
+        (Grammar(kind="lark", text="start: missing", field="tools"), 'request: tools: unknown name: "missing"; send'),
+        (
+            Grammar(kind="json_schema", text='{"oneOf": [{"type": "string"}, {"maxLength": 2}]}'),
+            "request: grammar.json_schema: oneOf .* use anyOf; send",
+        ),
     ],
 )
 def test_bad_grammars_are_one_line(compiler: GrammarCompiler, grammar: Grammar, message: str) -> None:
