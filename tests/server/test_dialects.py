@@ -371,6 +371,23 @@ def test_what_is_no_schema_is_no_fault_of_ours(name: str, tree: dict[str, Any]) 
     assert told(read_answer(AnswerReader(dialect_of(TEMPLATES[name]), {"f": tree}), text)) == [("f", {"a": "x"})]
 
 
+@pytest.mark.parametrize(
+    ("name", "tree", "message"),
+    [
+        ("lfm2", {"properties": {"x y": {}}}, "cannot name the argument 'x y' of f"),
+        ("glm", {"properties": {" a": {}}}, "cannot name the argument ' a' of f"),
+        ("qwen-coder", {"properties": {"a>b": {}}}, "cannot name the argument 'a>b' of f"),
+        ("pythonic", {"properties": {"a": NUMBER}, "minProperties": 1}, "cannot enforce minProperties"),
+    ],
+)
+def test_what_a_format_of_calls_cannot_express_is_refused(name: str, tree: dict[str, Any], message: str) -> None:
+    told_of = {"type": "function", "function": {"name": "f", "parameters": tree}}
+    with pytest.raises(UserError, match=f"^tools: this model's format of calls {message}"):
+        Prompts(tokenizer_of(TEMPLATES[name], True)).grammar(
+            tool_use([Tool.model_validate(told_of)], "required"), None, True
+        )
+
+
 @pytest.mark.parametrize("name", ["hermes", "glm"])
 def test_parameters_that_nothing_follows_are_refused(name: str) -> None:
     told_of = {

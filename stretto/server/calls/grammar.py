@@ -24,11 +24,17 @@ from stretto.server.calls.dialect import (
     Think,
     ending_of,
 )
+from stretto.server.calls.recognise import unreadable_name
 from stretto.server.schemas import Schema, alone, constants, kinds, properties, required, ways
 
 # Spacing of json.dumps, which chat templates render and models are trained on.
 _SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _TEXT = "/(?s:.*)/"
+_UNSUPPORTED = {
+    *("patternProperties", "propertyNames", "minProperties", "maxProperties", "unevaluatedProperties"),
+    *("dependentRequired", "dependentSchemas", "not", "if"),
+}
+"""Keywords of a tool's parameters that formats without JSON do not express."""
 
 
 def answer_rules(
@@ -52,6 +58,9 @@ def answer_rules(
         is_thinking: the prompt has opened the reasoning, so the answer begins with it.
         is_free: text is allowed before calls and in place of them. Text that begins like a call must continue as one.
     """
+    if dialect.argument:
+        for name, schema in schemas.items():
+            _check_expressible(dialect, name, schema)
     spell = _Speller(marked)
     choices, rules, lead = [], [], ""
     if is_free:
@@ -192,6 +201,17 @@ def _call_rules(dialect: Dialect, name: str, schema: Schema, spell: _Speller, nu
     if not lists:
         raise UserError(f"tools: no arguments follow the parameters of {name}; correct its schema")
     yield f"{arguments}: {' | '.join(lists)}"
+
+
+def _check_expressible(dialect: Dialect, name: str, schema: Schema) -> None:
+    """Raises `UserError` for what a call of the tool ``name`` in a format without JSON cannot follow or name."""
+    for way in ways(schema, schema):
+        if unknown := sorted(way.keys() & _UNSUPPORTED):
+            problem = f"cannot enforce {unknown[0]} at the top of the parameters of {name}; remove it"
+            raise UserError(f"tools: this model's format of calls {problem}")
+        if (key := unreadable_name(dialect, properties(way))) is not None:
+            problem = f"cannot name the argument {key!r} of {name}; rename it"
+            raise UserError(f"tools: this model's format of calls {problem}")
 
 
 def _argument_rules(

@@ -6,7 +6,8 @@ which are usually removed from the text of answers; `marks` lists those that mus
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -26,6 +27,8 @@ from stretto.server.calls.dialect import (
     Dialect,
     Found,
     Schemas,
+    Slot,
+    Spelling,
     Think,
     ending_of,
 )
@@ -99,13 +102,32 @@ def _all_typed(arguments: Any, schema: Mapping[str, Any]) -> Any:
     }
 
 
-def _example(dialect: Dialect) -> str:
-    """The spelling of a call of ``f`` with ``{"a": "b"}``."""
-    fill = {KEY: "a", VALUE: "b" if ending_of(dialect.argument) else '"b"', NAME: "f", SPACE: "", LINE: "", INDEX: "0"}
-    inner = "".join(part if isinstance(part, str) else fill[part] for part in dialect.argument)
-    fill[ARGUMENTS] = inner or '{"a": "b"}'
-    parts = (*dialect.begin, *dialect.call, *dialect.end)
-    return "".join(part if isinstance(part, str) else fill[part] for part in parts)
+def unreadable_name(dialect: Dialect, names: Collection[str]) -> str | None:
+    """The first of ``names`` that no argument of a call in this format can have, because there is no way to quote it; None: there is none."""
+    left = list(names)
+    if not left or _reads_names(dialect, left):
+        return None
+    while left[1:]:
+        half = left[: len(left) // 2]
+        left = left[len(half) :] if _reads_names(dialect, half) else half
+    return left[0]
+
+
+def _reads_names(dialect: Dialect, names: Sequence[str]) -> bool:
+    calls = read_answer(AnswerReader(dialect), _example(dialect, names)).calls
+    return [each.arguments for each in calls] == [json.dumps(dict.fromkeys(names, "b"), ensure_ascii=False)]
+
+
+def _example(dialect: Dialect, names: Sequence[str] = ("a",)) -> str:
+    """The spelling of a call of ``f`` with the argument ``"b"`` for each of ``names``."""
+    fill = {VALUE: "b" if ending_of(dialect.argument) else '"b"', NAME: "f", SPACE: "", LINE: "", INDEX: "0"}
+
+    def spelt(parts: Spelling, fill: Mapping[Slot, str]) -> str:
+        return "".join(part if isinstance(part, str) else fill[part] for part in parts)
+
+    inner = dialect.comma.join(spelt(dialect.argument, fill | {KEY: name}) for name in names)
+    fill[ARGUMENTS] = inner or json.dumps(dict.fromkeys(names, "b"), ensure_ascii=False)
+    return spelt((*dialect.begin, *dialect.call, *dialect.end), fill)
 
 
 def think_of(template: str, response_template: Mapping[str, Any] | None = None) -> Think | None:
