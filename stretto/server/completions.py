@@ -388,7 +388,9 @@ class TextAnswer(ChunkedAnswer):
             return [""] * (0 if self._echo is None else len(done.prompt))
         detokenizer = Detokenizer(tokenizer, tokenizer.special_ids)  # an echo shows special tokens
         num = self._num_added[index]
-        return [*[""] * num, *(detokenizer.push([token]) for token in done.prompt[num:])]
+        texts = [*[""] * num, *(detokenizer.push([token]) for token in done.prompt[num:])]
+        texts[-1] += detokenizer.finish()  # of a prompt that ends within a character
+        return texts
 
     def _prompt_rows(self, done: Completion) -> Iterator[_Row]:
         """Rows of the prompt's tokens for an echo. The first token has no log-probability."""

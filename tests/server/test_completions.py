@@ -437,6 +437,12 @@ def test_offsets_are_places_in_the_text(ask: Ask, tokenizer: Tokenizer, stream: 
     assert place <= len(text)
 
 
+def test_an_answer_begins_behind_an_echo_that_ends_within_a_character(ask: Ask, tokenizer: Tokenizer) -> None:
+    half = tokenizer.encode("東")[:1]
+    [choice] = complete(ask, prompt=[*tokenizer.encode("a"), *half], echo=True, logprobs=0, max_tokens=1)["choices"]
+    assert choice["text"].startswith("a\ufffd") and choice["logprobs"]["text_offset"] == [0, 1, 2]
+
+
 def test_a_response_that_must_call_has_tools(ask: Ask) -> None:
     told = ask("POST", "/v1/responses", json={"input": "x", "tool_choice": "required"})
     assert told.status_code == 400 and "a call is required, but the request has no tools" in told.text
