@@ -37,7 +37,8 @@ from stretto.server.calls.grammar import answer_rules
 from stretto.server.calls.json_text import parse_json
 from stretto.server.calls.recognise import dialect_of, marks, think_of
 from stretto.server.schemas import closed
-from stretto.text.chat import OWN_NAMES, Arguments, Contents, check_shown, named_tokens, render
+from stretto.text.chat import OWN_NAMES, Arguments, check_shown, named_tokens, render
+from stretto.text.contents import Contents
 from stretto.text.tokenizer import Tokenizer
 
 _TURN_ENDS = (

@@ -30,6 +30,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from stretto.base.errors import UserError
+from stretto.text.contents import MARKS, Contents
 from stretto.text.tokenizer import Tokenizer, spelling
 
 Message = Mapping[str, Any]
@@ -66,9 +67,7 @@ class Chat:
     """One per token: whether the assistant wrote it, end-of-turn token included, so that a loss may be taken of it."""
 
 
-_MARKS = {"generation_start": "\ufdd0", "generation_end": "\ufdd1"}
-"""Marks around answers while a template with ``{% generation %}`` is rendered: noncharacters of Unicode."""
-OWN_NAMES = ("messages", "tools", "add_generation_prompt", "raise_exception", "strftime_now", *_MARKS)
+OWN_NAMES = ("messages", "tools", "add_generation_prompt", "raise_exception", "strftime_now", *MARKS)
 """Variables that `render` passes to every template."""
 _MARKED = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 _MAX_QUADRATIC_TURNS = 8
@@ -86,56 +85,6 @@ class Arguments(dict[str, Any]):
 
     def __add__(self, text: str) -> str:
         return str(self) + text
-
-
-_PLACEHOLDER = "\ue000{}\ue001"
-_PLACEHOLDERS = re.compile("\ue000(\\d+)\ue001")
-
-
-@lru_cache(maxsize=8)
-def _special_spelling(tokenizer: Tokenizer) -> re.Pattern[str]:
-    """Pattern of the tokenizer's special tokens."""
-    added = tokenizer.rust.get_added_tokens_decoder().values()
-    special = sorted((token.content for token in added if token.special), key=len, reverse=True)
-    return re.compile("|".join(["\ue000", *map(re.escape, special)]))  # a text may also contain the mark itself
-
-
-class Contents:
-    """Text of clients and data in one conversation. A message that spells ``<|im_end|>`` must not end its own turn.
-
-    `hidden` replaces spellings of special tokens by placeholders for the template; `encode` encodes them as ordinary text.
-    """
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer, self._spelling = tokenizer, _special_spelling(tokenizer)
-        self._spellings: list[str] = []
-
-    def hidden(self, value: Any) -> Any:
-        """``value`` with placeholders in its strings."""
-        if isinstance(value, Mapping):
-            kind = type(value) if isinstance(value, dict) else dict
-            return kind({self.hidden(key): self.hidden(item) for key, item in value.items()})
-        if isinstance(value, list):
-            return [self.hidden(item) for item in value]
-        return self._spelling.sub(self._hide, value) if isinstance(value, str) else value
-
-    def encode(self, text: str) -> list[int]:
-        """Ids of rendered ``text``. Only special tokens that the template wrote become special tokens."""
-        ids: list[int] = []
-        for number, piece in enumerate(_PLACEHOLDERS.split(text)):
-            if number % 2:
-                ids += self._tokenizer.encode(self._spellings[int(piece)])
-            elif piece:
-                ids += self._tokenizer.encode_rendered(piece)
-        return ids
-
-    def least_tokens(self, text: str) -> int:
-        """A lower bound of the number of ids of rendered ``text`` (`Tokenizer.least_tokens`)."""
-        return self._tokenizer.least_tokens(_PLACEHOLDERS.sub("", text))
-
-    def _hide(self, match: re.Match[str]) -> str:
-        self._spellings.append(match.group())
-        return _PLACEHOLDER.format(len(self._spellings) - 1)
 
 
 def named_tokens(tokenizer: Tokenizer) -> dict[str, str]:
@@ -378,7 +327,7 @@ def tokenise_chat(
         raise UserError("chat_template: the tokenizer has none; put a chat_template.jinja beside its tokenizer.json")
     contents = Contents(tokenizer)
     # the assistant's text keeps its special tokens: tags of calls and reasoning, which the model learns to write, may be some
-    messages = [turn if turn.get("role") == "assistant" else contents.hidden(turn) for turn in messages]
+    messages = [contents.hidden(turn, keeps_special=turn.get("role") == "assistant") for turn in messages]
     tools = [contents.hidden(tool) for tool in tools]
     given = {**named_tokens(tokenizer), **contents.hidden(variables or {})}
     rendered = partial(render, template, tools=tools, variables=given)
@@ -451,8 +400,8 @@ def _without_last_call(message: Message, are_several: bool) -> Message:
 
 def _marked_pieces(rendered: Rendered, messages: Sequence[Message]) -> list[str]:
     """Texts outside and inside the template's marks, alternating. The first and the last are outside."""
-    start, end = _MARKS.values()
-    text = rendered(messages, variables={**rendered.keywords["variables"], **_MARKS})  # type: ignore[attr-defined]
+    start, end = MARKS.values()
+    text = rendered(messages, variables={**rendered.keywords["variables"], **MARKS})  # type: ignore[attr-defined]
     pieces = re.split(f"[{start}{end}]", text)
     if text.count(start) != len(pieces) // 2 or re.search(f"{start}[^{end}]*{start}", text):
         raise UserError("chat_template: its {% generation %} marks are nested; let one end before the next begins")
@@ -559,7 +508,7 @@ class _Generation(Extension):
     def parse(self, parser: Any) -> Any:
         next(parser.stream)
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        start, end = (nodes.Output([nodes.Name(name, "load")]) for name in _MARKS)
+        start, end = (nodes.Output([nodes.Name(name, "load")]) for name in MARKS)
         return [start, *body, end]
 
 

@@ -105,6 +105,16 @@ SMOL = """\
 """As SmolLM3's: answers are marked, ends and all."""
 
 
+@pytest.mark.parametrize("template", [CHATML, SMOL], ids=["found", "marked"])
+@pytest.mark.parametrize("text", ["\ue0000\ue001", "\ufdd0", "\ufdd1 a \ufdd0 b \ufdd1", "\ue0001\ue001<|im_start|>"])
+def test_characters_that_rendering_uses_are_text_in_every_turn(tokenizer: Tokenizer, template: str, text: str) -> None:
+    talk = [{"role": role, "content": text} for role in ("system", "user", "assistant")]
+    chat = tokenise_chat(replace(tokenizer, chat_template=template), talk)
+    assert tokenizer.decode(chat.tokens) == render(template, talk)
+    learnt = tokenizer.decode([token for token, mine in zip(chat.tokens, chat.mask, strict=True) if mine])
+    assert learnt.rstrip() == f"{text}<|im_end|>"
+
+
 def masks_of_transformers(tokenizer: Tokenizer, folder: Path, template: str, messages: list, **given: object) -> list:
     transformers = pytest.importorskip("transformers")
     replace(tokenizer, chat_template=template).save(folder)
