@@ -357,6 +357,8 @@ def tokenise_chat(
         if number % 2 and turns[number // 2] in learnt:
             end = max((end for end, token in enumerate(ids, start=1) if token in special), default=None)
             # text of the template after the end-of-turn token (the line break of ChatML) is never sampled
+            if end is not None and tokenizer.decode(ids[end:]).strip():  # a special token in the middle of the answer
+                end = None
             num = len(ids) if end is None or is_marked else end
             has_no_end = end is None
         tokens += ids

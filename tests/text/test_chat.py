@@ -115,6 +115,17 @@ def test_characters_that_rendering_uses_are_text_in_every_turn(tokenizer: Tokeni
     assert learnt.rstrip() == f"{text}<|im_end|>"
 
 
+def test_a_special_token_within_an_answer_does_not_end_it(tokenizer: Tokenizer) -> None:
+    """As GLM's: only the header of the next turn ends an answer."""
+    template = """\
+{%- for message in messages %}{{ '<|im_start|>' + message.role + ':' + message.content }}{% endfor %}
+{%- if add_generation_prompt %}<|im_start|>assistant:{% endif %}"""
+    talk = [*TALK[1:2], {"role": "assistant", "content": "<|im_end|>Four."}, *TALK[3:]]
+    chat = tokenise_chat(replace(tokenizer, chat_template=template), talk)
+    learnt = tokenizer.decode([token for token, mine in zip(chat.tokens, chat.mask, strict=True) if mine])
+    assert learnt == "<|im_end|>Four.<|im_start|>Yes é."
+
+
 def masks_of_transformers(tokenizer: Tokenizer, folder: Path, template: str, messages: list, **given: object) -> list:
     transformers = pytest.importorskip("transformers")
     replace(tokenizer, chat_template=template).save(folder)
