@@ -122,7 +122,7 @@ def render(
     try:
         messages = messages if form is None else form.completed(messages, tools)
         own = {"messages": messages, "add_generation_prompt": add_generation_prompt}
-        return _compile(template).render({**(variables or {}), **own, **of_template})
+        return _filled(template, {**(variables or {}), **own, **of_template})
     except _REFUSED as error:
         raise UserError(f"chat_template: cannot render these messages: {error}; check roles and contents") from None
 
@@ -239,16 +239,16 @@ def _numbered_calls(messages: Sequence[Message]) -> list[Message]:
 def tool_form(template: str) -> ToolForm:
     """How ``template`` renders tools, calls and results, found by rendering test messages. Raises `UserError`: it is not valid."""
     try:
-        names = meta.find_undeclared_variables(_environment().parse(template))
+        names = _undeclared(template)
     except jinja2.TemplateError as error:
         raise UserError(f"chat_template: {error}; correct the template") from None
-    blank = {name: "" for name in names if name.endswith("_token")}
+    blank = _blank_tokens(template)
 
     def shows(words: Sequence[str], *turns: Message, header: bool = False, **variables: Any) -> str:
         """The rendered text if it contains all ``words``, else an empty one."""
         own = {"messages": turns, "tools": None, "add_generation_prompt": header}
         try:
-            text = _compile(template).render({**blank, **own, **variables})
+            text = _filled(template, {**blank, **own, **variables})
         except _REFUSED:
             return ""
         return text if all(word in text for word in words) else ""
@@ -512,6 +512,44 @@ class _Generation(Extension):
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         start, end = (nodes.Output([nodes.Name(name, "load")]) for name in MARKS)
         return [start, *body, end]
+
+
+def _filled(template: str, variables: dict[str, Any]) -> str:
+    """The text of ``template``, with its messages in the form that it reads."""
+    if _reads_parts_alone(template):
+        variables["messages"] = [_with_parts(message) for message in variables["messages"]]
+    return _compile(template).render(variables)
+
+
+@lru_cache(maxsize=64)
+def _reads_parts_alone(template: str) -> bool:
+    """Whether ``template`` shows a content that is a list of parts, and not one that is a text (templates of networks that see pictures)."""
+    user = {"role": "user", "content": "usersaid"}
+
+    def shows(message: Message) -> bool:
+        own = {"messages": [message], "tools": None, "add_generation_prompt": False}
+        try:
+            return "usersaid" in _compile(template).render(_blank_tokens(template) | own)
+        except _REFUSED:
+            return False
+
+    return not shows(user) and shows(_with_parts(user))
+
+
+def _with_parts(message: Message) -> Message:
+    """``message`` with its text as a list of one part."""
+    content = message.get("content")
+    return {**message, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else message
+
+
+def _undeclared(template: str) -> set[str]:
+    """Names of the variables of ``template``. Raises `jinja2.TemplateError`: it is not valid."""
+    return meta.find_undeclared_variables(_environment().parse(template))
+
+
+def _blank_tokens(template: str) -> dict[str, Any]:
+    """Empty spellings of the special tokens that ``template`` names."""
+    return {name: "" for name in _undeclared(template) if name.endswith("_token")}
 
 
 @lru_cache(maxsize=64)

@@ -115,6 +115,26 @@ def test_characters_that_rendering_uses_are_text_in_every_turn(tokenizer: Tokeni
     assert learnt.rstrip() == f"{text}<|im_end|>"
 
 
+PARTS = """\
+{%- for message in messages %}{{ '<|im_start|>' + message.role + ':' }}
+{%- for part in message.content %}{% if part.type == 'text' %}{{ part.text }}{% else %}<image>{% endif %}{% endfor %}
+{{- '<|im_end|>' }}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant:{% endif %}"""
+"""As SmolVLM's: contents are lists of parts."""
+
+
+def test_a_template_that_reads_parts_is_given_parts(tokenizer: Tokenizer) -> None:
+    assert (
+        render(PARTS, TALK[1:3])
+        == "<|im_start|>user:Two and two?<|im_end|><|im_start|>assistant:Four <b>&c</b>.<|im_end|>"
+    )
+    parts = [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "image"}]}]
+    assert render(PARTS, parts) == "<|im_start|>user:a<image><|im_end|>"
+    chat = tokenise_chat(replace(tokenizer, chat_template=PARTS), TALK, TOOLS)
+    learnt = tokenizer.decode([token for token, mine in zip(chat.tokens, chat.mask, strict=True) if mine])
+    assert learnt == "Four <b>&c</b>.<|im_end|>Yes é.<|im_end|>"
+    assert "sum <of> é" in tokenizer.decode(chat.tokens)
+
+
 def test_a_special_token_within_an_answer_does_not_end_it(tokenizer: Tokenizer) -> None:
     """As GLM's: only the header of the next turn ends an answer."""
     template = """\
