@@ -95,7 +95,9 @@ def read_recipe(
     for key, value in _flat(tree).items():
         numbers = [item for item in (value if isinstance(value, list) else [value]) if isinstance(item, float)]
         if not all(map(math.isfinite, numbers)):
-            raise UserError(f"{source}: {key}: {value} is not a finite number; correct it{_origin(key, overrides)}")
+            raise UserError(
+                f"{source}: {one_line(key)}: {value} is not a finite number; correct it{_origin(key, overrides)}"
+            )
     try:
         read = kind.model_validate(tree)
     except ValidationError as error:
@@ -358,9 +360,11 @@ def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 def _apply_override(tree: dict[str, Any], override: str) -> None:
     key, equals, text = override.partition("=")
     if not equals or not key.strip():
-        raise UserError(f"--set {override}: expected key.path=value, for example train.steps=100")
+        raise UserError(f"--set {one_line(override)}: expected key.path=value, for example train.steps=100")
     try:
-        value = tomllib.loads(f"value = {text}")["value"]
+        parsed = tomllib.loads(f"value = {text}")
+        # a line break may begin another key, which is no part of the value
+        value = parsed["value"] if len(parsed) == 1 else text
     except tomllib.TOMLDecodeError:
         value = text  # a bare word is a string, so that --set data.name=books needs no quotes
     except (ValueError, RecursionError):
@@ -371,7 +375,7 @@ def _apply_override(tree: dict[str, Any], override: str) -> None:
     for parent in parents:
         tree = tree.setdefault(parent, {})
         if not isinstance(tree, dict):
-            raise UserError(f"--set {override}: {parent!r} is a value, not a table")
+            raise UserError(f"--set {one_line(override)}: {parent!r} is a value, not a table")
     tree[leaf] = value
 
 

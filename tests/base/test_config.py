@@ -57,6 +57,27 @@ def recipe(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.parametrize(
+    ("recipe", "setting", "message"),
+    [
+        ({}, "train.steps=1\nseed=2", r"recipe: train\.steps: must be .*'1\\nseed=2' \(from the setting .*\)"),
+        ({}, "train.steps=1\n[train]", r"recipe: train\.steps: must be "),
+        ({}, "a\nb", "--set a b: expected key.path=value"),
+        ({}, "seed.a\nb=1", "recipe: seed: must be "),
+        ({"seed": 1}, "seed.a=[1,\n2]", "--set .*: 'seed' is a value"),
+        ({"a\nb": float("nan")}, "seed=1", "recipe: a b: nan is not a finite number"),
+    ],
+)
+def test_line_breaks_in_settings_and_keys(recipe: dict[str, object], setting: str, message: str) -> None:
+    with pytest.raises(UserError, match=message) as caught:
+        read_recipe(recipe, Recipe, setting)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_value_of_several_lines_is_one_value() -> None:
+    assert read_recipe({}, Recipe, 'train.name="""\nbooks"""').train.name == "books"
+
+
 def test_a_recipe_with_overrides(recipe: Path) -> None:
     read = read_recipe(recipe, Recipe, ["train.steps=7", "train.name=web", "seed=1"])
     assert read == Recipe(train=Inner(steps=7, name="web"), seed=1)
