@@ -112,7 +112,31 @@ class Tokenizer:
 
     def encode_reference(self, texts: Sequence[str]) -> list[list[int]]:
         """Reference for `encode_batch`: the Rust library alone."""
-        return [encoding.ids for encoding in self.rust.encode_batch_fast(list(texts), add_special_tokens=False)]
+        return [encoding.ids for encoding in self._plain.encode_batch_fast(list(texts), add_special_tokens=False)]
+
+    @cached_property
+    def _plain(self) -> tokenizers.Tokenizer:
+        """The tokenizer of ordinary text: `rust`, or a copy in which special tokens have spellings that no text has. A model that is not a
+        BPE looks words or their pieces up in its vocabulary, and finds special tokens there."""
+        if isinstance(self.rust.model, models.BPE):
+            return self.rust
+        tree = json.loads(self.rust.to_str())
+        special = {token["content"] for token in tree["added_tokens"] if token["special"]}
+        special -= {tree["model"].get("unk_token")}
+
+        def renamed(piece: str) -> str:
+            return f"\ufdd0{piece}\ufdd1" if piece in special else piece
+
+        vocab = tree["model"]["vocab"]
+        if isinstance(vocab, dict):
+            tree["model"]["vocab"] = {renamed(piece): number for piece, number in vocab.items()}
+        else:
+            tree["model"]["vocab"] = [[renamed(piece), score] for piece, score in vocab]
+        for token in tree["added_tokens"]:
+            token["content"] = renamed(token["content"])
+        plain = tokenizers.Tokenizer.from_str(json.dumps(tree))
+        plain.encode_special_tokens = True
+        return plain
 
     def encode_rendered(self, text: str) -> list[int]:
         """Ids of ``text`` that a chat template rendered. Spellings of special tokens become these tokens."""

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import re
 from itertools import pairwise
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import tokenizers
 import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import models, pre_tokenizers
 
 from stretto.base.errors import UserError
 from stretto.text import tokenizer as module
@@ -142,6 +144,40 @@ class HoldsNoLock:
 
     def __init__(self, rust: tokenizers.Tokenizer) -> None:
         self.encode_batch_fast = rust.encode_batch_fast
+
+
+LETTERS = ["▁", *"abs<>/[]CLS"]
+SPELLINGS = ["a", "b", " ", "s", "</s>", "[CLS]", "<s>", "<behind>", "<plain>", "<unk>"]
+
+
+def looking_up(kind: str) -> tokenizers.Tokenizer:
+    """A tokenizer that finds words or pieces in a vocabulary with special tokens, and has others behind it."""
+    pieces = ["<unk>", "<s>", "</s>", "[CLS]", *LETTERS, "ab"]
+    if kind == "unigram":
+        model: models.Model = models.Unigram([(piece, 0.0 if len(piece) > 2 else -3.0) for piece in pieces], 0)
+    else:
+        make = models.WordLevel if kind == "words" else models.WordPiece
+        model = make({piece: number for number, piece in enumerate(pieces)}, unk_token="<unk>")
+    rust = tokenizers.Tokenizer(model)
+    rust.pre_tokenizer = pre_tokenizers.WhitespaceSplit() if kind != "unigram" else pre_tokenizers.Metaspace()
+    rust.add_special_tokens(["<unk>", "<s>", "</s>", "[CLS]", "<behind>"])
+    rust.add_tokens(["<plain>"])
+    return rust
+
+
+@pytest.mark.parametrize("kind", ["unigram", "words", "pieces"])
+@given(texts=st.lists(st.lists(st.sampled_from(SPELLINGS)).map("".join)))
+@settings(derandomize=True, max_examples=30)
+def test_text_has_no_special_tokens_where_the_vocabulary_holds_them(kind: str, texts: list[str]) -> None:
+    tokenizer = Tokenizer(looking_up(kind), "</s>")
+    unknown = {0}
+    for text, ids in zip(texts, tokenizer.encode_batch(texts), strict=True):
+        assert not (tokenizer.special_ids - unknown).intersection(ids), text
+        assert "<plain>" not in text or tokenizer.rust.token_to_id("<plain>") in ids
+        if not re.search("[<[]", text):
+            assert ids == tokenizer.encode_rendered(text)
+    assert pickle.loads(pickle.dumps(tokenizer)).encode_batch(texts) == tokenizer.encode_batch(texts)
+    assert tokenizer.encode_rendered("</s>")[-1] == 2
 
 
 def test_a_long_text_does_not_hold_pythons_lock(tokenizer: Tokenizer) -> None:
