@@ -62,7 +62,7 @@ from stretto.ops.tuning import rough_products
 from stretto.text.tokenizer import load_tokenizer
 from stretto.train.prepare import TextOptions, prepare_data, sources_named, tokenise_documents
 from stretto.train.recipe import default_anchors
-from stretto.train.run_folder import RunInfo, read_info
+from stretto.train.run_folder import RunInfo, read_info, write_info
 
 ORDER_FILE, DATA = "order.json", "data"
 ROWS, ROW_TOKENS = 4, 512
@@ -194,7 +194,7 @@ def adopt_command(source: str, out: Path, options: AdoptOptions) -> None:
                 info = RunInfo(stage="adopt", tokenizer=(out / CHECKPOINT).resolve(), parent=folder)
                 if text is not None:
                     info = info.replace(data=text.mixture, data_hash=text.data_hash, sources=text.sources)
-                write_json(out / RUN_FILE, info.model_dump(mode="json"))
+                write_info(out, info)
 
                 def lineage(copied: Mapping[Path, str]) -> Lineage:
                     digests = hashes() | {path.name: digest for path, digest in copied.items()}

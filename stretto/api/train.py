@@ -15,7 +15,7 @@ import torch
 from stretto.base.config import check_unchanged
 from stretto.base.errors import UserError
 from stretto.base.numbers import size_in_bytes
-from stretto.base.paths import CHECKPOINT, RUN_FILE, checkpoint_folder, claimed, quoted, remove, write_json
+from stretto.base.paths import CHECKPOINT, RUN_FILE, checkpoint_folder, claimed, quoted, remove
 from stretto.base.records import find_lineage, history
 from stretto.base.track import Tracker, say
 from stretto.data.loader import Batch, Loader, eval_batches
@@ -38,7 +38,7 @@ from stretto.train.recipe import (
     check_routers,
     fixes_routers,
 )
-from stretto.train.run_folder import ADOPTED, HeldOutRows, RunInfo, read_info
+from stretto.train.run_folder import ADOPTED, HeldOutRows, RunInfo, read_info, write_info
 from stretto.train.snapshot import LAYOUT, STEERING
 
 Fitted = TypeVar("Fitted", Recipe, ElasticizeRecipe)
@@ -167,7 +167,7 @@ def claim_run(
     if replaces:
         remove(run / "snapshots")
         remove(run / result)
-    write_json(run / RUN_FILE, info.model_dump(mode="json"))
+    write_info(run, info)
     return info
 
 

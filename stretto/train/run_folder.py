@@ -14,11 +14,12 @@ post/          post-training of the demo's best size, as `stretto run` leaves it
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 from stretto.base.config import Config, validate
 from stretto.base.errors import UserError
-from stretto.base.paths import RUN_FILE, read_json
+from stretto.base.paths import RUN_FILE, read_json, write_json
 from stretto.data.loader import Mixture
 from stretto.train.recipe import ElasticizeRecipe, HealRecipe, Recipe, SftRecipe, TrainConfig
 
@@ -73,6 +74,26 @@ class RunInfo(Config):
         """Loop settings of the training, for row length and held-out rows; defaults if nothing was trained."""
         return self.recipe.train if self.recipe is not None else TrainConfig(steps=1, rows=16, seq_len=256)
 
+    def with_paths(self, change: Callable[[Path], Path]) -> RunInfo:
+        """A copy in which ``change`` was applied to every path."""
+        named = {name: getattr(self, name) for name in ("tokenizer", "parent", "teacher", "adapters")}
+        changed: dict[str, object] = {name: change(path) for name, path in named.items() if path is not None}
+        if self.data is not None:
+            parts = tuple(part.replace(path=change(part.path)) for part in self.data.parts)
+            changed["data"] = self.data.replace(parts=parts, val=change(self.data.val) if self.data.val else None)
+        return self.replace(**changed)
+
+
+def write_info(run: Path, info: RunInfo) -> None:
+    """Write the settings of the run in folder ``run``. Paths inside the folder are written relative to it, so that it can be renamed."""
+    folder = run.resolve()
+
+    def stored(path: Path) -> Path:
+        place = path.resolve()
+        return place.relative_to(folder) if place.is_relative_to(folder) else place
+
+    write_json(run / RUN_FILE, info.with_paths(stored).model_dump(mode="json"))
+
 
 def read_info(run: Path) -> RunInfo:
     """Settings of the run in folder ``run``. Raises `UserError`: ``run`` is not a run folder."""
@@ -82,7 +103,7 @@ def read_info(run: Path) -> RunInfo:
         raise UserError(
             f"{run}: {problem}; name the folder of a run, for example of `stretto pretrain`, `adopt`, `elasticize` or `sft`"
         )
-    return validate(RunInfo, read_json(path), source=str(path))
+    return validate(RunInfo, read_json(path), source=str(path)).with_paths(run.resolve().joinpath)
 
 
 class Sample(Config):

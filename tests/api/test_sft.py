@@ -29,7 +29,6 @@ from stretto.base.records import read_lineage
 from stretto.base.track import read_metrics
 from stretto.data.conversations import ConversationForm
 from stretto.data.holdout import Holdout
-from stretto.data.loader import Mixture
 from stretto.data.pack import IGNORED
 from stretto.data.shards import TOKENIZER, tokenise
 from stretto.data.sources import open_source
@@ -42,6 +41,7 @@ from stretto.post.sft import open_conversations
 from stretto.text.chat import CHATML, ChatEncoder
 from stretto.text.tokenizer import load_tokenizer, train_tokenizer
 from stretto.train.recipe import SftRecipe
+from stretto.train.run_folder import read_info
 from stretto.train.step import MicroBatch, forward_backward
 
 MODEL = {
@@ -161,7 +161,7 @@ def test_a_run_that_was_killed_while_its_first_snapshot_was_written_can_be_resum
 def test_packing_changes_no_gradient(base: Path, data: Path, tmp_path: Path) -> None:
     """Rows of several conversations against every conversation alone: the same sum of gradients."""
     run(base, data, tmp_path / "run", "train.steps=1")
-    mixture = Mixture.model_validate(json.loads((tmp_path / "run" / "run.json").read_text())["data"])
+    mixture = read_info(tmp_path / "run").mixture
     told = recipe("train.micro_batches=1", "train.rows=6", "train.seq_len=512")
     batch = open_conversations(mixture, told, join("cpu")).next()
     model = read_checkpoint(base, dtype=torch.float32).model
@@ -265,7 +265,7 @@ def test_every_size_is_trained(base: Path, data: Path, tmp_path: Path) -> None:
 def test_domains_get_their_shares(base: Path, data: Path, tmp_path: Path) -> None:
     told = recipe("train.steps=1", "train.rows=40", "domains.sums=3", "domains.products=1")
     sft(told, base, data, tmp_path / "run", device="cpu")
-    mixture = Mixture.model_validate(json.loads((tmp_path / "run" / "run.json").read_text())["data"])
+    mixture = read_info(tmp_path / "run").mixture
     parts = np.concatenate([open_conversations(mixture, told, join("cpu")).next().parts_B for _ in range(2)])
     assert (
         abs(float((parts == 1).mean()) - 0.75) <= 0.08

@@ -99,3 +99,16 @@ def _ancestry(folder: Path) -> list:
     while chain[0].parents:
         chain.insert(0, chain[0].parents[0])
     return chain
+
+
+@pytest.mark.slow
+def test_a_renamed_run_is_extracted_from_and_continued(stretto: Run, recipe: Path, text: Path, tmp_path: Path) -> None:
+    whole, run = tmp_path / "whole", tmp_path / "a run"
+    assert not stretto("pretrain", recipe, "--data", text, "-o", whole, "--steps", 4).code
+    assert not stretto("pretrain", recipe, "--data", text, "-o", tmp_path / "run", "--steps", 2).code
+    (tmp_path / "run").rename(run)
+    assert not stretto("pretrain", recipe, "-o", run, "--steps", 4, "--resume").code
+    assert not stretto("search", run).code
+    assert not stretto("extract", run, "--subnet", "best", "-o", tmp_path / "best").code
+    hashes = [read_lineage(folder / "checkpoint").data_hash for folder in (whole, run)]
+    assert hashes[0] == hashes[1]
