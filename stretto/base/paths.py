@@ -65,6 +65,9 @@ def checkpoint_folder(path: Path | str) -> Path:
     for folder in (path, path / CHECKPOINT):
         if (folder / "config.json").is_file():
             return folder
+    healed = path.with_suffix("")
+    if path.suffix == ".run" and (healed / "config.json").is_file():
+        raise UserError(f"{path}: holds the files of a healing, whose checkpoint is {healed}; name that")
     if (path / RUN_FILE).is_file() or (path / RECIPE_FILE).is_file():
         raise UserError(f"{path}: {CHECKPOINT}: this run has none yet; finish it with --resume")
     raise UserError(f"{path}: config.json: no such file; name a run or a Hugging Face checkpoint folder")
@@ -86,8 +89,8 @@ def sized(text: str) -> tuple[Path, str]:
 def claimed(folder: Path) -> Iterator[None]:
     """Claim ``folder`` for this process: no other process can claim it meanwhile. The claim also ends when the process is killed.
 
-    In a run folder, partial files of a killed process are removed. The lock file and the folders that the claim created are removed if
-    nothing is written beside the lock file.
+    In a run folder, partial files of a killed process are removed. The lock file and the folders that the claim created are removed if no
+    file is added beside the lock file.
 
     Raises:
         UserError: another process has claimed it, or the folder cannot be written.
@@ -96,6 +99,7 @@ def claimed(folder: Path) -> Iterator[None]:
     had_lock = os.path.exists(folder / LOCK_FILE)
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        before = {*os.listdir(folder), LOCK_FILE}
         lock = (folder / LOCK_FILE).open("a+", encoding="utf-8")
     except OSError as error:
         raise UserError(f"{folder}: cannot be written: {error.strerror}; choose another folder") from error
@@ -115,7 +119,7 @@ def claimed(folder: Path) -> Iterator[None]:
         try:
             yield
         finally:
-            if not had_lock and folder.is_dir() and is_empty(folder):
+            if not had_lock and folder.is_dir() and before.issuperset(os.listdir(folder)):
                 remove(folder / LOCK_FILE)
                 for parent in created:
                     with suppress(OSError):  # something else was written into it

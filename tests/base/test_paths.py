@@ -10,7 +10,7 @@ import pytest
 
 from stretto.base import paths
 from stretto.base.errors import UserError
-from stretto.base.paths import claimed, read_json, replacing, require_new, write_json, write_text
+from stretto.base.paths import checkpoint_folder, claimed, read_json, replacing, require_new, write_json, write_text
 
 
 def test_a_file_takes_its_place_and_leaves_nothing_beside_it(tmp_path: Path) -> None:
@@ -67,6 +67,22 @@ def test_a_claim_removes_what_a_killed_process_left(tmp_path: Path) -> None:
     with claimed(run):
         kept = [run / ".mine.partial", *(run / "search").glob(".2.*.partial")]
         assert sorted(run.rglob("*.partial")) == sorted(kept)
+
+
+def test_a_claim_without_a_result_leaves_no_lock(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("of the user")
+    with claimed(tmp_path), claimed(tmp_path / "a" / "b"):
+        pass
+    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
+
+
+def test_the_files_of_a_healing_are_no_checkpoint(tmp_path: Path) -> None:
+    for path in ("healed/config.json", "healed.run/run.json", "other.run/run.json"):
+        write_json(tmp_path / path, {})
+    with pytest.raises(UserError, match=r"healed.run: .* whose checkpoint is .*/healed; name that$"):
+        checkpoint_folder(tmp_path / "healed.run")
+    with pytest.raises(UserError, match=r"other.run: .* none yet; finish it with --resume$"):
+        checkpoint_folder(tmp_path / "other.run")
 
 
 def test_two_writers_of_one_process_id_do_not_share_a_temporary_file(tmp_path: Path) -> None:
