@@ -328,6 +328,14 @@ def tokenise(
     return _finish(out_dir, settings, shards, tuple(domains), tuple(sources), name or str(out_dir))
 
 
+def require_own(out_dir: Path) -> None:
+    """Raises `UserError` if the folder ``out_dir`` holds anything but token data, finished or not."""
+    if not out_dir.is_dir() or read_settings(out_dir) is not None:
+        return
+    if {path.name for path in out_dir.iterdir()} - {TOKENIZER, LOCK_FILE}:
+        raise UserError(f"{out_dir}: holds other files and no {MANIFEST}; choose an empty or a new folder")
+
+
 def _reopen(out_dir: Path, settings: Settings) -> dict[str, Shard]:
     """Records of the shards that an earlier call finished in ``out_dir``. Marks the folder as unfinished again."""
     progress = out_dir / _PROGRESS
@@ -335,8 +343,7 @@ def _reopen(out_dir: Path, settings: Settings) -> dict[str, Shard]:
     finished: tuple[Shard, ...] = ()
     if (out_dir / MANIFEST).exists():
         finished = tuple(chain.from_iterable(read_manifest(out_dir).splits.values()))
-    elif old is None and out_dir.exists() and {path.name for path in out_dir.iterdir()} - {TOKENIZER, LOCK_FILE}:
-        raise UserError(f"{out_dir}: holds other files and no {MANIFEST}; choose an empty or a new folder")
+    require_own(out_dir)
     # the held-out text may change: a shard with the same text stays valid
     for name in Settings.model_fields if old else ():
         before, now = getattr(old, name), getattr(settings, name)

@@ -33,6 +33,7 @@ from stretto.data.shards import (
     is_slight,
     read_manifest,
     read_settings,
+    require_own,
     tokenise,
 )
 from stretto.data.sources import Document, Fields, Form, Source, open_source
@@ -214,10 +215,14 @@ def tokenise_data(
             "tokenise each source into its own folder, all with the same --tokenizer"
         )
     require_outside(out, data, text)
+    if is_data_folder(data[0]):
+        raise UserError(f"--data {data[0]}: is token data already; name it in --data of the training command")
     source = open_source(data[0], text.form(data[0]))
     if text.val is not None:
         _val_source(text, [source])  # raises an error before a tokenizer is trained
     with claimed(out):
+        if not (out / TOKENIZER).exists():
+            require_own(out)  # raises an error before a tokenizer is trained
         if tokenizer is None:
             _forget_unfinished(source, out, vocab_size)
             tokenizer = _own_tokenizer(out / TOKENIZER, [source], [1.0], vocab_size)

@@ -171,6 +171,19 @@ def test_somebodys_data_json_is_no_token_data(stretto: Run, tmp_path: Path) -> N
     assert done.code == 0 and "left out 1 .json" in done.out, done
 
 
+def test_a_folder_with_other_files_is_refused_before_a_tokenizer_is_trained(stretto: Run, tmp_path: Path) -> None:
+    text = write(tmp_path / "a.txt", 90)
+    write(tmp_path / "mine/b.txt", 1)
+    refused(stretto("tokenize", "--data", text, "--vocab-size", 300, "-o", tmp_path / "mine"), "holds other files")
+    assert [path.name for path in (tmp_path / "mine").iterdir()] == ["b.txt"]
+
+
+def test_token_data_is_not_tokenised_again(stretto: Run, tmp_path: Path) -> None:
+    text, out = write(tmp_path / "a.txt", 90), tmp_path / "out"
+    assert not stretto("tokenize", "--data", text, "--vocab-size", 300, "-o", out).code
+    refused(stretto("tokenize", "--data", out, "-o", tmp_path / "again"), f"--data {out}: is token data already")
+
+
 def test_text_shorter_than_a_batch(stretto: Run, recipe: Path, tmp_path: Path) -> None:
     short = write(tmp_path / "short.txt", 4)
     refused(
