@@ -285,9 +285,7 @@ def _evaluate(
     if judge is not None:
         suites = judged_by(suites, judge, served_name(judge), folder)
     corpus = None if people is None else [text.text for text in open_source(people).read("train")]
-    chosen = None
-    if subnet is not None:
-        chosen = named_subnet(source, subnet, read_config(folder), read_presets(folder))
+    chosen = _chosen(source, subnet)
     used = str(join(device).device)
     found = evaluate_suites(folder, suites, out, options, name=_title(source, subnet), subnet=chosen, device=used)
     tables = [score_table(found), asked_table(found), cost_table(found), place_table(found)]
@@ -317,6 +315,12 @@ def _similar() -> Similarity:
         say(f"similarity of answers by character trigrams: {error}")
         return partial(similarity_NN, kind="characters")
     return partial(similarity_NN, kind="meaning")
+
+
+def _chosen(source: Path, subnet: str | None) -> Subnet | None:
+    """The size ``subnet`` of the run or checkpoint ``source``; None: none is named. Raises `UserError`: there is no such model or size."""
+    folder = checkpoint_folder(source)
+    return named_subnet(source, subnet, read_config(folder), read_presets(folder)) if subnet is not None else None
 
 
 def _title(source: Path, subnet: str | None) -> str:
@@ -365,7 +369,8 @@ def _all_evaluated(
     named = [*models, *teachers.values()]
     for text in named:
         if suites and not (Path(text) / RESULT_FILE).is_file():
-            checkpoint_folder(sized(text)[0])  # raises an error for a missing model before another one is evaluated
+            path, subnet = sized(text)
+            _chosen(path, subnet or None)  # raises an error for a missing model or size before another one is evaluated
     places = {}
     for text, out in _eval_folders(named, folder).items():
         # a teacher that is not among the models is evaluated on its domains only

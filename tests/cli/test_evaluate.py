@@ -98,6 +98,9 @@ def test_refusals(served_run: Path, suite: Path, tmp_path: Path, stretto: Run) -
     refused(stretto("compare", served_run, served_run, "-o", tmp_path / "out"), "--suite")
     refused(stretto("compare", "nosuch", served_run, "--suite", suite, "-o", tmp_path / "out"), "nosuch: config.json")
     refused(stretto("compare", served_run, "nosuch", "--suite", suite, "-o", tmp_path / "out"), "nosuch: config.json")
+    refused(
+        stretto("compare", served_run, f"{served_run}:quarter", "--suite", suite, "-o", tmp_path / "out"), "quarter"
+    )
     assert not (tmp_path / "out" / "evals").exists(), "no model is evaluated before the missing one is refused"
     theirs = ("--suite", "bfcl", "--right", tmp_path / "right.jsonl", "-o", tmp_path / "out")
     refused(stretto("eval", served_run, *theirs), "--right", "other harnesses")
