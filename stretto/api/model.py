@@ -511,7 +511,7 @@ class Model:
         """
         known = (*DTYPES, *(["q8_0", "q4_0"] if gguf else []))
         if dtype not in known:
-            raise UserError(f"dtype {dtype}: unknown; use {', '.join(known)}")
+            raise UserError(f"--dtype {dtype}: unknown; use {', '.join(known)}")
         path = user_path(out, "out")
         export_command(self.source, family, path, dtype, gguf, force)
         return path

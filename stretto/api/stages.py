@@ -59,7 +59,7 @@ from stretto.api.train import (
     same_folder,
     write_result,
 )
-from stretto.base.config import RecipeLike, Settings, overriding, read_recipe, validate
+from stretto.base.config import RecipeLike, Settings, overriding, read_recipe, validate_options
 from stretto.base.errors import UserError, user_errors, user_errors_naming
 from stretto.base.paths import (
     CHECKPOINT,
@@ -72,7 +72,7 @@ from stretto.base.paths import (
     user_path,
     write_json,
 )
-from stretto.base.records import Meter
+from stretto.base.records import Elsewhere, Meter
 from stretto.base.track import require_wandb, say
 from stretto.evals.loss import EvalBatch
 from stretto.evals.loss import evaluate as loss_of
@@ -239,9 +239,10 @@ def adopt(
     Raises:
         UserError: no such source, one that is not supported, or a folder that holds something else.
     """
-    before = {"flops": _as_integer(parent_flops), "tokens": _as_integer(parent_tokens)}
+    cost = {"flops": _as_integer(parent_flops), "tokens": _as_integer(parent_tokens)}
+    before = validate_options(Elsewhere, cost, {name: f"--parent-{name}" for name in cost})
     conversion = upcycling(experts, top_k, method, shared)
-    parsed = validate(AdoptOptions, options | {"upcycling": conversion, "before": before}, "stretto adopt")
+    parsed = validate_options(AdoptOptions, options | {"upcycling": conversion, "before": before})
     named = user_path(source, "source")
     folder = Path("runs") / named.name if out is None else user_path(out, "out")
     adopt_command(expanded(source, "source"), folder, parsed)  # as it is spelled: ./a/b is not a name on the hub
@@ -642,9 +643,7 @@ def quantise(
         UserError: a group that does not divide the inputs of a weight, no calibration text, or ``out`` exists.
     """
     given = locals()
-    options = validate(
-        QuantiseOptions, {name: given[name] for name in QuantiseOptions.model_fields}, "stretto quantise"
-    )
+    options = validate_options(QuantiseOptions, {name: given[name] for name in QuantiseOptions.model_fields})
     folder = new_folder(model, options.dtype) if out is None else user_path(out, "out")
     quantise_command(model_path(model), folder, options, listed_data(data), device, force)
     return load(folder, device=device)

@@ -537,4 +537,6 @@ def test_what_it_had_cost_is_unknown_unless_told(stretto: Run, make: Make, tmp_p
     said = stretto("cost", tmp_path / "b").out
     assert "before its adoption, 6.00 ZFLOPs and 1.00T tokens, as published." in said and "unknown" not in said
     refused(stretto("adopt", tmp_path / "b", *told, "-o", tmp_path / "c"), "--parent-flops", "has a record")
-    refused(stretto("adopt", source, "--parent-tokens", "-5", "-o", tmp_path / "d"), "before.tokens")
+    for option, value in (("--parent-flops", "-1"), ("--calibration-tokens", "0"), ("--dtype", "int4")):
+        refused(stretto("adopt", tmp_path / "b", option, value, "-o", tmp_path / "c"), f"stretto: {option}: must be")
+    refused(stretto("adopt", source, "--parent-tokens", "-5", "-o", tmp_path / "d"), "--parent-tokens: must be")

@@ -174,7 +174,7 @@ def test_refusals(stretto: Run, served_run: Path, recipe: Path, text: Path, tmp_
     quantise("--group", 16, "--data", text, ("--data: rounding to nearest reads no text", "--method gptq"))
     quantise("--group", 16, "--method", "gptq", "--chat", ("--chat: describes the text of --data",))
     quantise("--group", 16, "--method", "gptq", ("has no training text", "--data"))
-    quantise("--group", 16, "--method", "gptq", "--calibration-tokens", 0, ("calibration_tokens", "greater than 0"))
+    quantise("--group", 16, "--method", "gptq", "--calibration-tokens", 0, ("--calibration-tokens", "greater than 0"))
     quantise("--group", 16, "--method", "gptq", "--data", tmp_path / "none", ("none",))
     little = tmp_path / "little.txt"
     little.write_text("hello")
