@@ -118,13 +118,15 @@ def adopt(
     options = locals()
     result = stretto.adopt(**options)
     from stretto.api.train import command_to_try
+    from stretto.train.run_folder import read_info
 
     for name, subnet in result.subnets.items():
         say(f"{name}: {subnet.label()}")
     run = result.given
+    text = "" if read_info(run).data is not None else " --data …"  # without text of its own, a search needs some
     say(
         f"checkpoint: {checkpoint_folder(run)}\nnext: {command_to_try(run)}; "
-        f"stretto elasticize {quoted(run)} --data …; stretto search {quoted(run)}"
+        f"stretto elasticize {quoted(run)} --data …; stretto search {quoted(run)}{text}"
     )
 
 

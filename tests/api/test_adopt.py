@@ -116,7 +116,8 @@ def test_what_a_run_can_do_an_adopted_one_can(stretto: Run, make: Make, text: Pa
 def test_files_that_need_no_change_are_copied_and_others_are_not(stretto: Run, make: Make, tmp_path: Path) -> None:
     source = make("qwen")
     (source / "consolidated.safetensors").write_bytes(b"the weights once more, as in Mistral's folders")
-    adopted(stretto, source, tmp_path / "a", "--order", "none")
+    done = adopted(stretto, source, tmp_path / "a", "--order", "none").out
+    assert done.rstrip().endswith(f"stretto search {tmp_path / 'a'} --data …"), "it has no text of its own"
     assert "consolidated.safetensors" not in read_lineage(tmp_path / "a/checkpoint").config["source_sha256"]
     files = {path.name: path.read_bytes() for path in source.glob("model-*")}
     assert len(files) > 2
