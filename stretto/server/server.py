@@ -319,6 +319,8 @@ class PatientConnection(HttpToolsProtocol):
 
 def open_socket(host: str, port: int) -> socket.socket:
     """A listening socket. Open it before the checkpoint is read, so that a port in use is reported at once (`UserError`)."""
+    if not 0 <= port <= 65535:
+        raise UserError(f"--port {port}: must be 0 to 65535; 0 is any free one")
     is_ipv6 = ":" in host
     family = socket.AF_INET6 if is_ipv6 else socket.AF_INET
     try:

@@ -343,6 +343,9 @@ def test_an_engine_that_takes_nothing(service: AsyncEngine, served: ServedModel)
 def test_a_port_in_use_is_told_in_one_line() -> None:
     taken = open_socket("127.0.0.1", 0)
     port = taken.getsockname()[1]
+    for wrong in (-1, 65_536):
+        with pytest.raises(UserError, match=f"--port {wrong}: must be 0 to 65535"):
+            open_socket("127.0.0.1", wrong)
     with pytest.raises(UserError, match=f"--port {port}: in use on 127.0.0.1; choose another"):
         open_socket("127.0.0.1", port)
     taken.close()
