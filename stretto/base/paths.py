@@ -59,6 +59,13 @@ def quoted(path: Path | str) -> str:
     return shlex.quote(str(path))
 
 
+def stored_path(path: Path, folder: Path) -> Path:
+    """``path`` as a record in ``folder`` stores it: relative if it lies inside, so that the folder may be renamed, otherwise absolute. A
+    reader joins it to the folder."""
+    place, around = path.resolve(), folder.resolve()
+    return place.relative_to(around) if place.is_relative_to(around) else place
+
+
 def checkpoint_folder(path: Path | str) -> Path:
     """The checkpoint folder at ``path``: the folder itself, or the checkpoint of a run folder. Raises `UserError`: there is none."""
     path = Path(path)

@@ -15,7 +15,7 @@ from pathlib import Path, PurePath
 
 from stretto.base.config import check_unchanged, completed
 from stretto.base.errors import InfraError, UserError
-from stretto.base.paths import CHECKPOINT, RECIPE_FILE, claimed, read_json, remove, write_json, write_text
+from stretto.base.paths import CHECKPOINT, RECIPE_FILE, claimed, read_json, remove, stored_path, write_json, write_text
 from stretto.base.track import read_metrics
 from stretto.flow.controller import Controller, Limits, default_window
 from stretto.flow.driver import Driver
@@ -213,7 +213,7 @@ async def _attempt(
     with trace.span("trainer", "resume"):
         cut = await roles.call_trainer("resume", deadline_s=write_s) if resumes else None
     # the trainer has checked that a resumed run has the same start, but the folder may have moved
-    write_json(job.folder / START_FILE, {"checkpoint": str(job.start.resolve())})
+    write_json(job.folder / START_FILE, {"checkpoint": str(stored_path(job.start, job.folder))})
     ledger = Ledger.resume(journal, cut) if resumes else Ledger.start(journal)
     try:
         controller = Controller(controller_limits(recipe), prompts.task, ledger)
@@ -290,7 +290,7 @@ def start_of(folder: Path) -> Path | None:
     path = folder / START_FILE
     if not path.exists():
         return None
-    start = Path(read_json(path)["checkpoint"])
+    start = folder.resolve() / read_json(path)["checkpoint"]
     if not (start / "config.json").is_file():
         raise UserError(
             f"{start}: config.json: no such file, and {folder} began with it; give its new path with --model"

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from stretto.base.config import Config, validate
 from stretto.base.errors import UserError
-from stretto.base.paths import RUN_FILE, read_json, write_json
+from stretto.base.paths import RUN_FILE, read_json, stored_path, write_json
 from stretto.data.loader import Mixture
 from stretto.train.recipe import ElasticizeRecipe, HealRecipe, Recipe, SftRecipe, TrainConfig
 
@@ -86,13 +86,8 @@ class RunInfo(Config):
 
 def write_info(run: Path, info: RunInfo) -> None:
     """Write the settings of the run in folder ``run``. Paths inside the folder are written relative to it, so that it can be renamed."""
-    folder = run.resolve()
-
-    def stored(path: Path) -> Path:
-        place = path.resolve()
-        return place.relative_to(folder) if place.is_relative_to(folder) else place
-
-    write_json(run / RUN_FILE, info.with_paths(stored).model_dump(mode="json"))
+    stored = info.with_paths(lambda path: stored_path(path, run))
+    write_json(run / RUN_FILE, stored.model_dump(mode="json"))
 
 
 def read_info(run: Path) -> RunInfo:

@@ -22,7 +22,7 @@ from stretto.engine.request import EngineConfig
 from stretto.flow.launch import Job
 from stretto.flow.ledger import read_events
 from stretto.flow.log import read_status
-from stretto.flow.run import run_rl
+from stretto.flow.run import run_rl, start_of
 from stretto.learning.recipe import JOURNAL_FILE, RlRecipe
 from stretto.model.checkpoint import read_checkpoint
 from tests.api.conftest import Run, refused
@@ -70,6 +70,10 @@ def test_a_run_tells_of_itself(finished: Path) -> None:
     assert {"trainer", "agents", "engine-0"} <= roles
     assert sum(event["name"] == "step" for event in events) == STEPS
     assert list((finished / "tensorboard").iterdir())
+
+
+def test_a_moved_run_knows_the_start_that_moved_with_it(again: Path) -> None:
+    assert start_of(again) == again.resolve() / "sft"
 
 
 def test_sft_without_conversations_is_on_the_sources_own_answers(
