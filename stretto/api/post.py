@@ -75,7 +75,8 @@ def sft(
         recipe: a recipe of SFT (``sft``); without ``data``, an RL recipe whose ``[start]`` describes the training.
         model: run or checkpoint to train; None with an RL recipe that describes a new network.
         data: conversations in TRL's format (``messages``, or ``prompt`` and ``completion``; ``tools``): paths of files, or names on the
-            hub, in the forms that `pretrain` takes. Without any, the sources of an RL recipe give problems and their demonstrations.
+            hub, in the forms that `pretrain` takes; not needed with ``resume``. Without any, the sources of an RL recipe give problems and
+            their demonstrations.
         out: run folder to write; ``runs/`` and the recipe's name by default.
         lora: rank of adapters to train instead of every weight.
         adapter: a peft folder with adapters to continue from.
@@ -92,7 +93,7 @@ def sft(
         UserError: bad data or recipe, conversations for a model without a chat template, or a folder that holds another run.
     """
     folder, named = run_folder(out, recipe, "sft"), listed_data(data)
-    if not named:
+    if not named and not (has_begun(folder, resume) and _is_sft_recipe(recipe)):
         flags = {"--val": val, "--val-fraction": val_fraction, "--lora": lora, "--adapter": adapter, "--wandb": wandb}
         flags |= {"--keep-adapter": keep_adapter or None}
         if unused := [flag for flag, value in flags.items() if value is not None]:

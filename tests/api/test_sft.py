@@ -111,7 +111,7 @@ def data(base: Path, chats: Path, tmp_path_factory: pytest.TempPathFactory) -> P
     return folder
 
 
-def run(base: Path, chats: Path, out: Path, *told: str, **given: Any) -> Path:
+def run(base: Path, chats: Path | tuple[()], out: Path, *told: str, **given: Any) -> Path:
     return sft(recipe(*told), base, chats, out, device="cpu", **given).folder
 
 
@@ -123,6 +123,7 @@ def test_from_files_to_a_checkpoint_and_its_page(base: Path, chats: Path, tmp_pa
     logged = [row for row in read_metrics(tmp_path / "run") if "loss/full" in row]
     assert [row["step"] for row in logged] == [0, 3, 6] and logged[-1]["loss/full"] < logged[0]["loss/full"] - 0.1
     assert all("loss/small" in row for row in logged)
+    assert run(base, (), tmp_path / "run", resume=True) == made  # the data are in the run's record
     page = report_command(tmp_path / "run").read_text()
     assert "small" in page
     for of in (cost, write_report):
