@@ -26,7 +26,12 @@ from stretto.base.trajectory import Outcome
 from stretto.sandbox.isolate import Sandbox
 from stretto.tasks.task import Answer, AnswerFormat, Problem, Range, Score, TaskSource, bare, find_answer, read_records
 
-_NUMBER = re.compile(r"[-+]?\d{1,40}(\.\d{1,40})?(/\d{1,40})?")
+_NUMBER = re.compile(r"([-+]?)(?:(\d{1,40}) )?(\d{1,40}(?:\.\d{1,40})?)(?:/(\d{1,40}))?")
+"""Sign, whole part of a mixed number such as ``1 3/4``, numerator or value, and denominator."""
+_TYPED = str.maketrans("−–‐‑⁄", "----/", "\u200b\u2060\ufeff")
+"""Other characters for the minus sign and the fraction bar, and characters without width."""
+_SPACED = re.compile(r"(?<![\d.])(\d{1,3}(?:[ '’]\d{3})+)(?![\d/])")
+"""A number whose thousands are apart."""
 _CURRENCY = re.compile(r"^([-+]?)\s*[$€£]")
 _LENGTH = r"(?:[kcmdnµ]?m|in|ft|yd|mi|inch(?:es)?|feet|foot|yards?|miles?|(?:centi|milli|kilo)?met(?:er|re)s?|units?)"
 _POWER = r"(?:\^(?:[23]|\{[23]\})|[²³])"
@@ -45,6 +50,9 @@ _OF_VALUE = re.compile(
     re.IGNORECASE,
 )
 """Words that may change the value of the number before them."""
+_RELATION = re.compile(r"\s*(?:\\(?:neq?|not|[gl]e?q?(?:slant)?|[gl]t|gg|ll)(?![a-z])|[≠≤≥<>≪≫])")
+"""Beginning of an answer that bounds a value or excludes it. math-verify reads ``\\neq 5`` as 5."""
+_ROOT = re.compile(r"√\s*(?:\(([^()]*)\)|\{([^{}]*)\}|(\d+|[^\W\d_]))")
 _WORKINGS = re.compile(r"<<[^<>]*>>")
 """Calculator annotations in GSM8K's solutions."""
 _MEMORY_BYTES = 2 << 30
@@ -134,6 +142,8 @@ class MathSource(TaskSource):
             return Score.of(True, parts)
         if value is not None and gold_value is not None:
             return Score.of(value == gold_value, parts)
+        if found.is_marked and _RELATION.match(found.text.lstrip("$")) and not _RELATION.match(gold):
+            return Score.of(False, parts, "a bound, not a value")
         # An unmarked answer is prose in which math-verify finds the formula; a marked answer is the formula.
         return self._compared(f"${gold}$", f"${found.text}$" if found.is_marked else found.text, parts)
 
@@ -145,6 +155,9 @@ class MathSource(TaskSource):
         broke the comparison. Raises RuntimeError: the process does not start or does not answer, whatever the answer."""
         if len(answer) > _MAX_CHARS:
             return Score.of(False, parts, f"an answer of {len(answer)} characters")
+        gold, answer = (
+            _ROOT.sub(lambda root: f"\\sqrt{{{root[root.lastindex or 0]}}}", each) for each in (gold, answer)
+        )
         try:
             return Score.of(json.loads(self._checker.ask(json.dumps([gold, answer]).encode())), parts)
         except Overrun as error:
@@ -152,15 +165,20 @@ class MathSource(TaskSource):
 
 
 def as_number(text: str) -> Fraction | None:
-    """The number in ``text``, such as ``-1,234.50``, ``3/4``, ``€12``, ``15%`` (as 15), ``**7**`` or ``= 7.``; None: not a plain number."""
-    text = _CURRENCY.sub(r"\1", bare(text).removesuffix("%").removesuffix("\\")).strip()
+    """The number in ``text``, such as ``-1,234.50``, ``3/4``, ``1 1/2``, ``€12``, ``15%`` (as 15), ``**7**`` or ``= 7.``; None: not a plain
+    number."""
+    text = bare(text.translate(_TYPED))
+    text = _CURRENCY.sub(r"\1", text.removesuffix("%").removesuffix("\\")).strip()
+    text = _SPACED.sub(lambda spaced: re.sub("[ '’]", "", spaced[1]), text)
     text = re.sub(r"(?<=\d),(?=\d{3}(\D|$))", "", text)
-    if not _NUMBER.fullmatch(text):
+    found = _NUMBER.fullmatch(text)
+    if found is None:
         return None
-    top, _, bottom = text.partition("/")
-    if not bottom:
-        return Fraction(top)
-    return Fraction(top) / int(bottom) if int(bottom) else None
+    sign, whole, top, bottom = found.groups()
+    if (bottom and not int(bottom)) or (whole and (not bottom or "." in top)):
+        return None
+    value = int(whole or 0) + Fraction(top) / int(bottom or 1)
+    return -value if sign == "-" else value
 
 
 def number_with_unit(text: str) -> Fraction | None:

@@ -67,6 +67,22 @@ def test_typography_around_a_number_is_ignored(text: str) -> None:
     assert source.score(problem, Answer(text)).ok and not source.score(problem, Answer(f"{text} or 54")).ok
 
 
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("−53", -53), ("–53", -53), ("‑53", -53), ("−$53", -53), ("7⁄4", Fraction(7, 4)), ("1 3/4", Fraction(7, 4)), ("-1 3/4", Fraction(-7, 4)),
+        ("43 548 701", 43548701), ("-1 234.5", Fraction(-2469, 2)), ("1'234'567", 1234567), ("53\u200b", 53),
+    ],
+)  # fmt: skip
+def test_other_characters_and_spellings_of_a_number(text: str, value: Fraction) -> None:
+    assert as_number(text) == value
+
+
+@pytest.mark.parametrize("text", ["12 34", "12345 678", "1 234 56", "1 1.5/2", "1 5/0", "3–5", "1.5 234"])
+def test_two_numbers_are_no_number(text: str) -> None:
+    assert as_number(text) is None
+
+
 @pytest.mark.parametrize("text", ["", ".", "1/0", "1,2", "x", "1 2", "--1", "1e9", "9" * 50, "٣ apples", "\\boxed{3}"])
 def test_what_is_no_plain_number_is_none(text: str) -> None:
     assert as_number(text) is None
@@ -106,6 +122,11 @@ def test_both_layouts_validate(source: MathSource) -> None:
         (0, "\\boxed{4 million}", False),
         (0, "\\boxed{4x}", False),
         (0, "\\boxed{4 x}", False),
+        (0, "\\boxed{\\neq 4}", False),
+        (0, "\\boxed{\\ge 4}", False),
+        (0, "\\boxed{$> 4$}", False),
+        (2, "\\boxed{±√2}", True),
+        (2, "\\boxed{±√3}", False),
     ],
 )
 def test_answers_are_compared_by_what_they_mean(source: MathSource, item: int, text: str, right: bool) -> None:
