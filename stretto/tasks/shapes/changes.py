@@ -155,11 +155,11 @@ def _is_made(turn: Turn, thing: Thing) -> bool:
 def _is_introduced(thing: Thing, clause: str) -> bool:
     """Whether a clause introduces a new thing: by an article, a number, a colour or a verb right before its noun."""
     own = "|".join(re.escape(each) for each in (*" ".join(thing.colours).split(), *thing.qualities, "very", "more"))
-    first = re.escape(thing.noun.split()[0])
+    first = "|".join(re.escape(noun.split()[0]) for noun in (thing.noun, plural(thing.noun)))
     before = (
         rf"(?:an?|another|some|several|many|few|its|his|her|their|my|your|with|{_NEW}|{NUMBER}|{COLOUR}|no|of|in|on|at)"
     )
-    return re.search(rf"\b{before}\s+(?:(?:the|{own})\s+)*{first}", clause, re.I) is not None
+    return re.search(rf"\b{before}\s+(?:(?:the|{own})\s+)*(?:{first})", clause, re.I) is not None
 
 
 def _each(turn: Turn) -> Step | None:
@@ -571,6 +571,7 @@ CHANGES: Final[tuple[tuple[re.Pattern[str], _Change], ...]] = tuple(
             r"(?P<place> (?:on|from|in) (?:it|the [\w -]+))?", _unwritten,
         ),
         (rf"{_GO} (?P<what>.+)", _removed),
+        (r"take (?P<what>.+?) (?:away|out)", _removed),
         (r"(?P<what>the .+?) (?:should|must|need|is|are|does)(?: not|n['’]t) (?:be )?(?:there|shown|visible|necessary|needed|wanted|required|in it)", _removed),
         (r"i(?:['’]d| would) rather not have (?P<what>the .+)", _removed),
         (r"(?:(?:there (?:should|must|may) be )?(?:no|without|not)|i (?:do not|don['’]t) (?:want|need))(?: any)? (?P<what>.+)", _forbidden),

@@ -58,6 +58,11 @@ START = "a red cube left of a blue sphere"
             "A red cube, a blue sphere and some red cubes. The red cube is left of the blue sphere.",
         ),
         ("get rid of the sphere", "A red cube."),
+        ("take the sphere away", "A red cube."),
+        (
+            "add 2 dark blue knives",
+            "A red cube, a blue sphere and two dark blue knives. The red cube is left of the blue sphere.",
+        ),
         ("replace the cube with a cone", "A red cone and a blue sphere. The red cone is left of the blue sphere."),
         ("start over: a white dog", "A white dog."),
         ("make a cone", "A red cube, a blue sphere and a cone. The red cube is left of the blue sphere."),
