@@ -27,6 +27,7 @@ from stretto.tasks.shapes.words import (
     MEDIA,
     NAMES,
     NOUNS_IN_ING,
+    NUMBER_WORDS,
     NUMBERS,
     QUALITIES,
     RELATIONS,
@@ -46,7 +47,8 @@ QUOTED = re.compile(
 _SIZE = re.compile(r"\b(\d{2,5})\s*[x×]\s*(\d{2,5})\s*(?:px|pixels)?\b")
 _LEAD = re.compile(
     r"^\s*(?:(?:please|kindly|(?:can|could|would|will) you|i(?:['’]d| would)? (?:want|need|like|love)(?: you)?(?: to(?: see)?)?|draw|create|generate|"
-    r"add|include|insert|give|(?:paint|make|render|design|show)(?=(?: me| us)? (?:an?|the|some|one|two|three)\b))(?: me| us)?(?=[\s,:]|$)[\s,:]*)+",
+    r"add|include|insert|give|(?:paint|make|render|design|show)(?=(?: me| us)? "
+    rf"(?:an?|the|some|several|\d+|{'|'.join(NUMBER_WORDS)})\b))(?: me| us)?(?=[\s,:]|$)[\s,:]*)+",
     re.I,
 )
 """Openings of requests that name no object: "please draw me"."""

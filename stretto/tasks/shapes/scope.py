@@ -52,8 +52,13 @@ _PLAIN: Final = (
 _UNREAD: Final = (
     (
         rf"\b(?:at least|at most|(?:no|not) (?:more|fewer|less) than|more than|fewer than|less than|up to|about|roughly|approximately|"
-        rf"almost|nearly)\s+(?:an?\s+)?(?:{_SMALL}|{_MANY})\b|\b(?:over|around|under)\s+(?:an?\s+)?{_MANY}\b(?: of\b)?",
+        rf"almost|nearly)\s+(?:an?\s+)?(?:{_SMALL}|{_MANY})\b",
         "several",
+    ),
+    (  # behind a noun it is a place: "a lamp over 20 cups"
+        r"(^|[,.;:!?]\s+|\b(?:with|of|and|or|is|are|there|has|have|contains?|by|in|on|at|to|for|from|me|the|draw|show|paint|make|want|add|\w+ing)\s+)"
+        rf"(?:over|around|under)\s+(?:an?\s+)?{_MANY}\b(?: of\b)?",
+        r"\1several",
     ),
     (
         rf"\b(?:{_SMALL}|several)[ -]dozen\b|\b(?:an?|{_SMALL}|several)[ -](?:hundred|thousand|million)\b|\b{_TENS}[ -]{_SMALL}\b",

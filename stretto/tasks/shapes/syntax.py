@@ -117,7 +117,11 @@ def understand(text: str, first_id: int = 0) -> Ledger:
     for name, joined in _JOINED.items():
         plain = re.sub(rf"\b{name}(?=s?\b)", joined, plain, flags=re.I)
     plain = re.sub(r"(?<=\w)-(?=\w)", _HYPHEN, " ".join(plain.split()))
-    found = _SyntaxReader(pipeline(plain), request).ledger()
+    doc = pipeline(plain)
+    for token in doc:
+        if token.tag_ == "VBZ" and _is_counted(token):
+            token.tag_, token.pos_ = "NNS", "NOUN"
+    found = _SyntaxReader(doc, request).ledger()
     things = tuple(replace(each, id=each.id + first_id) for each in found.things)
     relations = tuple(Relation(each.subject + first_id, each.kind, each.other + first_id) for each in found.relations)
     return replace(found, things=things, relations=relations)
@@ -169,6 +173,8 @@ class _SyntaxReader:
                 self._read_clause(token)
             elif any(child.dep_ == "pobj" for child in token.children):
                 self._read_place(token)
+            elif token.dep_ == "quantmod" and token.i > 0 and (kind := _kind(self.doc[token.i : token.i + 1])):
+                self._relate(self._over(self.doc[token.i - 1]), kind, self._listed(token.head.head))
         return self.request.ledger(Ledger(), self.things, self.relations, self.absent, self.medium, self.unread)
 
     def _read_phrase(self, start: int, end: int, following: tuple[int, int], first: int | None = None) -> None:
@@ -331,6 +337,8 @@ class _SyntaxReader:
                     bind(self.things, id, (), (kind if verb.tag_ != "VBN" else verb.text.lower(),))
 
     def _bind_adjectives(self, subjects: Sequence[int], adjective: Any) -> None:
+        if _kind(self.doc[adjective.i : adjective.i + 2]):  # "the cat is next to the dog"
+            return
         shade = next((child.text.lower() for child in adjective.children if child.text.lower() in SHADES), "")
         for word in (adjective, *adjective.conjuncts):
             text = word.text.lower()
@@ -368,11 +376,21 @@ class _SyntaxReader:
             subjects = found
         self._relate(subjects, place.kind, others)
 
+    def _over(self, before: Any) -> list[int]:
+        """Things over "3 dogs", which the parse takes for "more than 3 dogs"; ``before``: the word before. Empty: there are more than 3 dogs."""
+        if (id := self.ids.get(before.i, _NOTHING)) != _NOTHING:
+            return [id]
+        is_there = any(child.dep_ == "expl" for child in before.children)
+        return self._subjects(before) if before.lemma_ == "be" and not is_there else []
+
     def _placed(self, place: _Place, anchor: Any) -> list[int]:
         """Things that ``place`` places, as the parse has it: those of the word ``anchor`` that the preposition hangs on."""
         start = place.phrase.start
         owned = next((child for child in anchor.children if child.dep_ == "dobj" and child.i < start), None)
-        if anchor.lemma_ in _HAVING and owned is not None:  # "people who have a dog on a leash"
+        is_order = (
+            anchor.dep_ == "ROOT" and anchor.tag_ in ("VB", "VBP") and not self._subjects(anchor)
+        )  # "show me a dog near a cat"
+        if owned is not None and (anchor.lemma_ in _HAVING or is_order):  # "people who have a dog on a leash"
             return self._listed(owned)
         if anchor.dep_ == "dobj" and anchor.head.lemma_ in _EVENTS:  # "doing a trick on a board"
             return self._subjects(anchor.head)
@@ -591,6 +609,15 @@ class _SyntaxReader:
         if token.dep_ == "nsubj" and above and above[0] != _NOTHING:  # "a bird that sings although it is in a cage"
             return above[0]
         return None
+
+
+def _is_counted(verb: Any) -> bool:
+    """Whether a verb is the noun of a number at the start of a clause: "three pink spheres"."""
+    at = verb.i - 1
+    while at > verb.sent.start and verb.doc[at].pos_ == "ADJ":
+        at -= 1
+    is_first = at == verb.sent.start or verb.doc[at - 1].lower_ in (",", "and", "me")
+    return at >= verb.sent.start and verb.doc[at].pos_ == "NUM" and verb.doc[at].lower_ not in ("one", "1") and is_first
 
 
 def _spelled(token: Any) -> str:

@@ -325,6 +325,15 @@ def test_negations_quantifiers_and_comparisons_are_never_turned_round(text: str,
         ("A large white airplane flies in the gray sky.", [("airplane", "in", "sky")]),
         ("A boy walking through a room towards a cat.", [("boy", "through", "room"), ("boy", "towards", "cat")]),
         ("Two hold a ball", []),  # the subject names nothing
+        ("Show me cats near a dog. There are 5 boxes", [("cat", "next to", "dog")]),
+        ("Show me five cats to the right of a dog. There are five boxes!", [("cat", "right of", "dog")]),
+        ("Please paint 5 grey knives to the left of three triangles.", [("knife", "left of", "triangle")]),
+        ("a grey triangle over 5 yellow knives", [("triangle", "above", "knife")]),
+        ("The balls are over 3 green boxes.", [("ball", "above", "box")]),
+        ("There are over 3 green boxes.", []),
+        ("a cat under 12 lamps", [("cat", "below", "lamp")]),
+        ("Three pink spheres above a cat", [("sphere", "above", "cat")]),
+        ("two spheres right of a small dark blue circle", [("sphere", "right of", "circle")]),
     ],
 )
 def test_a_parse_finds_the_subject_of_a_place_and_of_a_verb(text: str, relations: list[tuple[str, str, str]]) -> None:
@@ -376,6 +385,13 @@ def test_a_wall_that_is_painted_has_a_colour() -> None:
         pytest.skip("spacy is not installed: pip install 'stretto[pictures]'")
     ledger = understand("An old toilet painted red with a wooden lid.")
     assert [(each.noun, each.colours) for each in ledger.things] == [("toilet", ("red",)), ("lid", ())]
+
+
+def test_a_place_is_no_quality() -> None:
+    if parser() is None:
+        pytest.skip("spacy is not installed: pip install 'stretto[pictures]'")
+    text = "A teacup behind 3 black squares. The black squares are next to two shiny spheres."
+    assert {each.name for each in understand(text).things} == {"teacup", "black squares", "shiny spheres"}
 
 
 def test_a_number_joined_to_a_word_keeps_the_colour_before_it() -> None:
