@@ -39,7 +39,9 @@ _RIGHT, _WRONG = "Correct Answer", "Incorrect Answer "
 _NONE = "N/A"
 """Filler at the end of MMLU-Pro's lists of options."""
 _ALONE = re.compile(r"[\W_]*([A-Za-z])[\W_]*")
-_BEFORE_TEXT = re.compile(r"[\W_]*([A-Z])[).:*]+(?:\s.*|$)", re.DOTALL)
+_BEFORE_TEXT = re.compile(r"[\W_]*([A-Z])(?:[).:*]+(?:\s.*|$)|\s+[-–—]+\s.*)", re.DOTALL)
+_ALSO = re.compile(r"(?:[,;/]|\b(?:or|and))[^\w\n]*([A-Z])\)")
+"""Another option in a list: ``A) or B)``, ``A) Paris, B) Rome``."""
 _VERB = r"\s+(?:is|would be|should be|must be)"
 _OPTION = r"\b(?:option|choice)\b"
 _LETTER = r"[^\w\n]*([B-HJ-Z]\b|[AI]\b(?=[).:,*]|[^\w\n]*$))"
@@ -141,7 +143,8 @@ def chosen_letter(text: str, form: AnswerFormat, options: Sequence[str]) -> str 
     elif named := _named(found.text, options):  # before the next: "E. coli" is not a choice of E
         letter = named
     elif match := _BEFORE_TEXT.match(answer):
-        letter = match[1]
+        others = {*_ALSO.findall(answer, match.end(1)), match[1]} & {*LETTERS[: len(options)]}
+        letter = match[1] if len(others) == 1 else ""
     else:
         said = "\n".join(map(bare, re.sub(r"</?answer>", "\n", spoken(text)).splitlines()))
         letters = ["".join(groups) for groups in _STATED.findall(said)] or _MENTIONED.findall(said)
