@@ -36,6 +36,11 @@ _LISTED = rf"{_ONE}(?:(?:[\s,;&*]|and)*{_ONE})*"
 # In linear time: a search begins once in each run of blanks and commas, and no part of the run is read again.
 _WITH_COMMAS = re.compile(rf"(?:(?<![\s,;])[\s,;]++)?(?:\(\s*+{_LISTED}\s*+\)|{_LISTED})")
 """Citations, with what joins them to each other and to the text before: ``, [7] and [8]``, ``([7], [8])`` or ``[7](link)``."""
+_ANNOUNCED = re.compile(
+    r"(?<!\s)\s*(?:\((?:sources?|references?|see)[\s:]*\)?|(?:(?<=\s)(?:sources?|references?)\s*+)?:|[—–])\.?\Z",
+    re.IGNORECASE,
+)
+"""What is left of ``7 (sources: [7])``, ``7: [7]`` and ``7 — [7]`` behind the 7."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +141,9 @@ def citations(text: str, known: Container[str] = ()) -> tuple[str, ...]:
 
 
 def without_citations(text: str) -> str:
-    return _WITH_COMMAS.sub("", text).strip()
+    """``text`` without its citations, and without the words and marks at its end that announce them."""
+    without, num = _WITH_COMMAS.subn("", text)
+    return (_ANNOUNCED.sub("", without.strip()) if num else without).strip()
 
 
 def supporting(cited: Sequence[Document], answer: str) -> set[str]:

@@ -149,6 +149,12 @@ class SearchSource(SessionSource):
             number = item // self.args.per_corpus
             draw = random.Random(f"search/{self.args.part}/{self.args.seed}/question/{item}")
             question = _question(self._world(number), self.args, draw)
+            if question is None:
+                settings = f"{self.args.documents} documents with hops {self.args.hops}"
+                problem = f"{settings}, facts {self.args.facts} and untold {self.args.untold:g}: no question is found"
+                raise UserError(
+                    f"sources.{self.name}: item {item}: {problem}; raise documents, or add a shorter chain to hops"
+                )
         else:
             record = self._asked[item]
             text, documents = str(record["question"]), tuple(record["documents"])
@@ -280,9 +286,12 @@ def _coined(args: SearchArgs, draw: random.Random) -> str:
             return "".join(_SYLLABLES[place] for place in places)
 
 
-def _question(world: _World, args: SearchArgs, draw: random.Random) -> _Question:
+def _question(world: _World, args: SearchArgs, draw: random.Random) -> _Question | None:
+    """A question about the documents of ``world``; None: none is found."""
     is_answerable, num_hops = draw.random() >= args.unanswerable, draw.choice(args.hops)
-    for attempt in range(_TRIES):
+    for attempt in range(2 * _TRIES if args.unanswerable else _TRIES):
+        if attempt == _TRIES:  # this corpus may have only questions of the other kind
+            is_answerable = not is_answerable
         if attempt and attempt % _REDRAW == 0:
             num_hops = draw.choice(args.hops)  # this corpus may have no chain of the length
         name = draw.choice(list(world.kinds))
@@ -300,7 +309,7 @@ def _question(world: _World, args: SearchArgs, draw: random.Random) -> _Question
         if len(relations) == num_hops and has_answer is is_answerable and not is_circle and can_be_found:
             calls, note = _lookups(world, chain, relations)
             return _Question(f"What is {_phrase(chain[0], relations)}?", name or UNKNOWN, documents, calls, note)
-    raise AssertionError(f"no question about a corpus of {args}")
+    return None
 
 
 def _phrase(name: str, relations: Sequence[str]) -> str:

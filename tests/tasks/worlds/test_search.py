@@ -52,6 +52,22 @@ def test_a_demonstration_is_right_and_cites_nothing_in_vain(args: dict[str, Any]
     assert hops == set(SearchArgs(**args).hops) and 2 <= num_unknown <= 20
 
 
+def test_a_corpus_without_a_question_of_one_kind_has_one_of_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stretto.tasks.worlds.search._TRIES", 200)
+    asked = source(documents=20, facts=2, untold=0.0, words=3, hops=(2,), unanswerable=0.9, per_corpus=1)
+    assert asked.problem(4).payload["answer"] != UNKNOWN
+
+
+def test_a_corpus_without_any_question_is_refused_in_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stretto.tasks.worlds.search._TRIES", 200)
+    asked = source(documents=4, hops=(6,), unanswerable=0.0)
+    with pytest.raises(
+        UserError, match=r"sources\.s: item 0: 4 documents with hops \(6,\).*no question is found; raise documents"
+    ) as error:
+        asked.problem(0)
+    assert "\n" not in str(error.value)
+
+
 def test_an_answer_without_its_documents_is_not_right() -> None:
     asked = source(**TINY, unanswerable=0.0)
     item = next(item for item in range(40) if len(asked.problem(item).payload["documents"]) == 2)
@@ -281,3 +297,8 @@ def test_a_citation_supports_the_answer_or_a_step_to_it() -> None:
     for text in (", " * 20_000, " " * 20_000, "[1]" + " ," * 20_000, "(" + " " * 20_000, "[" * 20_000):
         assert without_citations(text) == text.removeprefix("[1]").strip()  # in linear time
     assert without_citations("(as in [1]) Vik (see Ens [2])") == "(as in) Vik (see Ens)"
+    for text in ("Vik: [1]", "Vik — [1], [2]", "Vik (sources: [1], [2])", "Vik (see [1])", "Vik\nSources: [1]"):
+        assert without_citations(text) == "Vik"
+    assert without_citations("open source [1]") == "open source" and without_citations("Vik:") == "Vik:"
+    for piece in (": ", "(see ", " sources ", "\n", "— "):
+        assert without_citations("[1]" + piece * 20_000 + "x").endswith("x")  # in linear time
