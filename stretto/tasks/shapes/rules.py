@@ -180,6 +180,8 @@ class _RuleReader:
         """Subject and kind of a relation whose object follows."""
         self.after_and = False
         """Whether "and", "or" or a comma precedes the word."""
+        self.bare_end = 0
+        """End of the last run of colours without a noun, which is not read again from each of its words."""
         self.is_absent = False
         """Whether the word before names an absent thing, so that "or" continues the list: "no cars or trees"."""
 
@@ -318,6 +320,9 @@ class _RuleReader:
 
     def _phrase(self) -> _Mention | None:
         """Consume a noun phrase; None: there is none here."""
+        is_shade = self._peek() in SHADES and self._peek(1) in COLOURS
+        if self.at < self.bare_end and (self._peek() in COLOURS or is_shade) and self._peek() != "orange":
+            return None
         start, found = self.at, _Mention()
         determiner = ""
         if self._peek() in ABSENT:
@@ -361,7 +366,7 @@ class _RuleReader:
             if found.qualities and not found.colours:  # a noun that the tables list as a quality
                 nouns, found.qualities = [found.qualities[-1]], found.qualities[:-1]
             else:
-                self.at = start
+                self.at, self.bare_end = start, self.at
                 return None
         head = len(nouns) - 1
         if self._peek() == "of" and nouns[-1] not in MEDIA and self._peek(1) not in DEFINITE:

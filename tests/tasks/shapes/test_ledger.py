@@ -5,6 +5,7 @@ import random
 import pytest
 
 from stretto.base.errors import UserError
+from stretto.tasks.shapes import rules
 from stretto.tasks.shapes.ledger import Ledger, Relation, Thing, contradictions, describe
 from stretto.tasks.shapes.rules import read, unkept
 from stretto.tasks.shapes.source import ShapesArgs, sample_ledger
@@ -385,6 +386,14 @@ def test_a_wall_that_is_painted_has_a_colour() -> None:
         pytest.skip("spacy is not installed: pip install 'stretto[pictures]'")
     ledger = understand("An old toilet painted red with a wooden lid.")
     assert [(each.noun, each.colours) for each in ledger.things] == [("toilet", ("red",)), ("lid", ())]
+
+
+@pytest.mark.parametrize("colours", ["red", "light red"])
+def test_a_run_of_colours_without_a_noun_is_read_once(colours: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls, colour = [], rules._RuleReader._colour
+    monkeypatch.setattr(rules._RuleReader, "_colour", lambda self: calls.append(self.at) or colour(self))
+    assert read(f"{colours} " * 100) == Ledger() and len(calls) < 300
+    assert read(f"{colours} " * 100 + "orange").things[0].noun == "orange"
 
 
 def test_a_place_is_no_quality() -> None:
