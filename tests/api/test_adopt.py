@@ -427,7 +427,7 @@ def test_a_source_that_cannot_be_adopted(stretto: Run, make: Make, text: Path, t
     refused(call(), "hidden_act")
     edit_json(source / "config.json", hidden_act="silu")
     refused(call("--order", "best"), "order")
-    refused(call("--calibration-tokens", 0), "calibration_tokens")
+    refused(call("--calibration-tokens", 0), "--calibration-tokens")
     refused(call("--top-k", 2), "--top-k 2", "--experts")
     refused(call("--experts", 4), "MoE layers already")
     first = sorted(source.glob("model-*"))[0]
