@@ -302,14 +302,13 @@ class Study(Arms):
         runs = []
         for arm in LONGER:
             rate, longer = self.rate(arm, results), f"{arm}+"
-            done = results.get(self.name(arm, seed))
-            if rate is None or elastic is None or (done is None and arm != "single"):
+            if rate is None or elastic is None:
                 continue
-            if done is not None:
-                flops = done["flops"]
-            else:  # the search tells how many FLOPs a token takes
-                searched = results[search_run(arm, rate)]
-                flops = searched["flops"] * elastic["tokens"] / searched["tokens"]
+            # the search of ``single`` tells how many FLOPs a token takes, so that its longer run needs no run of as many tokens
+            done = results.get(search_run(arm, rate) if arm == "single" else self.name(arm, seed))
+            if done is None:
+                continue
+            flops = done["flops"] * elastic["tokens"] / done["tokens"]
             recipe = self.recipe_of(longer, rate, seed, elastic["flops"] / flops)
             trunk = self._trunk(longer, self.name(arm, seed), 1.0, results)
             runs.append(self._training(self.name(longer, seed), longer, recipe, trunk))

@@ -153,14 +153,15 @@ def test_only_the_chosen_arms_are_trained(tmp_path: Path) -> None:
         runs = study.Study((0, 1), None, (1.0,), tmp_path, info, recipe, arms).runs(found)
         return {run.name for run in runs}
 
-    found = {f"search-{arm}-x1": {"select": {"full": 3.0}, "flops": 5.0} for arm in study.SEARCHED}
+    found: dict[str, dict[str, Any]] = {
+        f"search-{arm}-x1": {"select": {"full": 3.0}, "flops": 5.0, "tokens": 100} for arm in study.SEARCHED
+    }
     found["search-elastic-x1"]["flops"] = 6.0
     for arm in study.TRAINED:
         found[f"{arm}-1"] = {"flops": 6.0 if arm == "elastic" else 5.0, "lr": recipe.optim.lr, "tokens": 100}
     names = {"search-elastic-x1", "search-ordinary-x1", "elastic-1", "ordinary-1"}
     assert planned("elastic", "ordinary", "ordinary+") == names | {"ordinary+-1"}
     assert planned("ernie", "ernie+") == {"search-ernie-x1", "ernie-1", "ernie+-1"}
-    assert planned("single", "single+") == {"search-single-x1", "single-1", "single+-1"}
     healed = {f"heal-{parent}-{size}-1" for parent in ("elastic", "ordinary") for size in study.SIZES}
     assert planned("elastic", "ordinary", "heal") == names | healed
     assert planned("scratch-half") == {"search-scratch-half-x1", "scratch-half-1"}
@@ -171,6 +172,7 @@ def test_only_the_chosen_arms_are_trained(tmp_path: Path) -> None:
     assert not {"experts-emo-1", "experts-ernie-1"} & planned("elastic", "experts")
     del found["single-1"]
     found["search-single-x1"]["tokens"] = 25
+    assert planned("single", "single+") == {"search-single-x1", "single-1", "single+-1"}
     runs = study.Study((0, 1), None, (1.0,), tmp_path, info, recipe, ("single+",)).runs(found)
     assert [run.name for run in runs] == ["search-single-x1", "single+-1"]
     _, longer, *_ = runs[1].work.args  # type: ignore[attr-defined]
