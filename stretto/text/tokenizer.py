@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import secrets
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -123,9 +124,10 @@ class Tokenizer:
         tree = json.loads(self.rust.to_str())
         special = {token["content"] for token in tree["added_tokens"] if token["special"]}
         special -= {tree["model"].get("unk_token")}
+        mark = secrets.token_hex(16)  # no text can guess it; the ids do not depend on it
 
         def renamed(piece: str) -> str:
-            return f"\ufdd0{piece}\ufdd1" if piece in special else piece
+            return f"{mark}{piece}" if piece in special else piece
 
         vocab = tree["model"]["vocab"]
         if isinstance(vocab, dict):

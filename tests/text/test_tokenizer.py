@@ -147,7 +147,7 @@ class HoldsNoLock:
 
 
 LETTERS = ["▁", *"abs<>/[]CLS"]
-SPELLINGS = ["a", "b", " ", "s", "</s>", "[CLS]", "<s>", "<behind>", "<plain>", "<unk>"]
+SPELLINGS = ["a", "b", " ", "s", "</s>", "[CLS]", "<s>", "<behind>", "<plain>", "<unk>", "\ufdd0</s>\ufdd1"]
 
 
 def looking_up(kind: str) -> tokenizers.Tokenizer:
