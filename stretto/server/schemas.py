@@ -176,7 +176,7 @@ def _both(first: Schema, second: Any) -> Schema:
         found = _without(found, "const") | {"enum": [each for each in constants(first) if each in constants(second)]}
     if kinds(first) and kinds(second) and kinds(first) != kinds(second):
         both = _common(kinds(first), kinds(second))
-        found |= {"type": sorted(both)} if both else {"enum": []}
+        found = found | {"type": sorted(both)} if both else _without(found, "const") | {"enum": []}
     if waiting:
         found["allOf"] = waiting
     if named:

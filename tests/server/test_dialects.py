@@ -388,12 +388,12 @@ def test_what_a_format_of_calls_cannot_express_is_refused(name: str, tree: dict[
         )
 
 
+@pytest.mark.parametrize(
+    "part", [{"type": "string", "allOf": [NUMBER]}, {"allOf": [{"type": "string", "const": "x"}, NUMBER]}]
+)
 @pytest.mark.parametrize("name", ["hermes", "glm"])
-def test_parameters_that_nothing_follows_are_refused(name: str) -> None:
-    told_of = {
-        "type": "function",
-        "function": {"name": "f", "parameters": schema({"u": {"type": "string", "allOf": [NUMBER]}})},
-    }
+def test_parameters_that_nothing_follows_are_refused(name: str, part: dict[str, Any]) -> None:
+    told_of = {"type": "function", "function": {"name": "f", "parameters": schema({"u": part})}}
     use = tool_use([Tool.model_validate(told_of)], "required")
     with pytest.raises(UserError, match=r"^(request: )?tools: .*(no arguments follow|Unsatisfiable)"):
         compiler_of(TEMPLATES[name], True).compile(
