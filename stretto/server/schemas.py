@@ -19,6 +19,8 @@ _MAPS = ("properties", "patternProperties", "$defs", "definitions")
 _DATA = ("enum", "const", "default", "examples")
 """Keywords whose values are data, not schemas."""
 _UNIONS = ("anyOf", "oneOf")
+_OTHERS = ("items", "additionalProperties")
+"""Keywords whose value is the schema of all elements or properties that have no schema of their own."""
 _TIGHTER: Mapping[str, Callable[[Any, Any], Any]] = {
     **dict.fromkeys(("minimum", "exclusiveMinimum", "minLength", "minItems", "minProperties"), max),
     **dict.fromkeys(("maximum", "exclusiveMaximum", "maxLength", "maxItems", "maxProperties"), min),
@@ -29,8 +31,7 @@ _MAX_STEPS = 256
 
 
 def properties(schema: Schema) -> Mapping[str, Any]:
-    found = schema.get("properties")
-    return found if isinstance(found, Mapping) else {}
+    return _mapping(schema, "properties")
 
 
 def required(schema: Schema) -> list[str]:
@@ -112,7 +113,7 @@ def closed(schema: Schema, is_strict: bool) -> dict[str, Any]:
             several = [dict(way) for way in ways(part, schema)]
             if not several:
                 return {"enum": []}
-            if any(map(properties, several)):
+            if any(properties(way) or any("allOf" in _mapping(way, name) for name in _OTHERS) for way in several):
                 kept = {key: part[key] for key in ("$defs", "definitions") if key in part}
                 return _each(kept, close) | ({"anyOf": list(map(close, several))} if several[1:] else close(several[0]))
         found = _each(part, close)
@@ -183,6 +184,10 @@ def _both(first: Schema, second: Any) -> Schema:
         found["properties"] = named
     if wanted := list(dict.fromkeys([*required(first), *required(second)])):
         found["required"] = wanted
+    for name in _OTHERS:
+        parts = [each[name] for each in (first, second) if isinstance(each.get(name), Mapping)]
+        if parts[1:] and parts[0] != parts[1]:
+            found[name] = {"allOf": parts}
     if second.get("additionalProperties") is False:
         found["additionalProperties"] = False
     return found
@@ -205,6 +210,11 @@ def _common(first: set[str], second: set[str]) -> set[str]:
 
 def _without(schema: Schema, key: str) -> dict[str, Any]:
     return {name: each for name, each in schema.items() if name != key}
+
+
+def _mapping(schema: Schema, key: str) -> Mapping[str, Any]:
+    found = schema.get(key)
+    return found if isinstance(found, Mapping) else {}
 
 
 def _list(schema: Schema, key: str) -> Sequence[Any]:

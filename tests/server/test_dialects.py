@@ -229,6 +229,21 @@ HELD: dict[str, tuple[dict[str, Any], list[dict[str, Any]], list[dict[str, Any]]
         [{"u": "ABCD"}],
     ),
     "values of both": (schema({"u": {"enum": ["a", "b", "c"], "allOf": [{"enum": ["b", "d"]}]}}), [{"u": "b"}], [{"u": "a"}, {"u": "d"}]),
+    "items of both": (
+        schema({"u": {"allOf": [{"type": "array", "items": {"type": "string"}}, {"items": {"maxLength": 2}}]}}),
+        [{"u": ["ab"]}],
+        [{"u": ["abc"]}, {"u": [1]}],
+    ),
+    "objects as items of both": (
+        schema({"u": {"allOf": [{"type": "array", "items": A}, {"items": B}]}}),
+        [{"u": [{"a": 1, "b": 2}]}],
+        [{"u": [{"a": 1}]}, {"u": [{"a": 1, "b": 2, "c": 3}]}],
+    ),
+    "others of both": (
+        {"allOf": [{"type": "object", "additionalProperties": {"type": "integer"}}, {"additionalProperties": {"minimum": 2}}]},
+        [{"a": 2}],
+        [{"a": 1}, {"a": "x"}],
+    ),
     "values of its type": (schema({"u": {"type": "string", "enum": ["a", None]}}), [{"u": "a"}], [{"u": None}]),
     "a value that cannot be": (
         {"type": "object", "properties": {"a": NUMBER, "u": {"type": "string", "allOf": [NUMBER]}}}, [{"a": 1}, {}], [{"u": 1}, {"u": "x"}],
