@@ -393,6 +393,9 @@ def test_what_is_no_schema_is_no_fault_of_ours(name: str, tree: dict[str, Any]) 
         ("glm", {"properties": {" a": {}}}, "cannot name the argument ' a' of f"),
         ("qwen-coder", {"properties": {"a>b": {}}}, "cannot name the argument 'a>b' of f"),
         ("pythonic", {"properties": {"a": NUMBER}, "minProperties": 1}, "cannot enforce minProperties"),
+        ("glm", schema({"a": NUMBER}, minProperties="1"), "cannot enforce minProperties"),
+        ("glm", {"properties": {"a": NUMBER, "b": NUMBER}, "dependencies": {"a": ["b"]}}, "cannot enforce dependencies"),
+        ("glm", {"properties": {"a": NUMBER}, "unevaluatedProperties": NUMBER}, "cannot enforce unevaluatedProperties"),
     ],
 )
 def test_what_a_format_of_calls_cannot_express_is_refused(name: str, tree: dict[str, Any], message: str) -> None:
@@ -401,6 +404,23 @@ def test_what_a_format_of_calls_cannot_express_is_refused(name: str, tree: dict[
         Prompts(tokenizer_of(TEMPLATES[name], True)).grammar(
             tool_use([Tool.model_validate(told_of)], "required"), None, True
         )
+
+
+@pytest.mark.parametrize(
+    "limits",
+    [
+        {"minProperties": 0},
+        {"minProperties": 1, "required": ["a"]},
+        {"propertyNames": {"type": "string"}},
+        {"patternProperties": {}, "dependencies": {}},
+        {"unevaluatedProperties": False},
+    ],
+)
+@pytest.mark.parametrize("name", ["glm", "qwen-coder", "lfm2", "pythonic"])
+def test_limits_that_all_calls_follow_are_accepted(name: str, limits: dict[str, Any]) -> None:
+    told_of = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": NUMBER}, **limits}}}
+    use = tool_use([Tool.model_validate(told_of)], "required")
+    assert Prompts(tokenizer_of(TEMPLATES[name], True)).grammar(use, None, parallel=True) is not None
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ _SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator
 _TEXT = "/(?s:.*)/"
 _UNSUPPORTED = {
     *("patternProperties", "propertyNames", "minProperties", "maxProperties", "unevaluatedProperties"),
-    *("dependentRequired", "dependentSchemas", "not", "if"),
+    *("dependentRequired", "dependentSchemas", "dependencies", "not", "if"),
 }
 """Keywords of a tool's parameters that formats without JSON do not express."""
 
@@ -206,12 +206,26 @@ def _call_rules(dialect: Dialect, name: str, schema: Schema, spell: _Speller, nu
 def _check_expressible(dialect: Dialect, name: str, schema: Schema) -> None:
     """Raises `UserError` for what a call of the tool ``name`` in a format without JSON cannot follow or name."""
     for way in ways(schema, schema):
-        if unknown := sorted(way.keys() & _UNSUPPORTED):
+        if unknown := sorted(name for name in way.keys() & _UNSUPPORTED if not _always_holds(way, name)):
             problem = f"cannot enforce {unknown[0]} at the top of the parameters of {name}; remove it"
             raise UserError(f"tools: this model's format of calls {problem}")
         if (key := unreadable_name(dialect, properties(way))) is not None:
             problem = f"cannot name the argument {key!r} of {name}; rename it"
             raise UserError(f"tools: this model's format of calls {problem}")
+
+
+def _always_holds(way: Schema, name: str) -> bool:
+    """Whether all arguments that the grammar of ``way`` allows follow its keyword ``name``, one of `_UNSUPPORTED`."""
+    match name, way[name]:
+        case "minProperties", int(least):
+            return least <= len(properties(way).keys() & required(way))
+        case "propertyNames", names:
+            return names in ({}, {"type": "string"})
+        case "unevaluatedProperties", others:
+            return others is True or (others is False and way.get("additionalProperties") is False)
+        case "patternProperties" | "dependentRequired" | "dependentSchemas" | "dependencies", parts:
+            return parts == {}
+    return False
 
 
 def _argument_rules(
