@@ -394,7 +394,11 @@ def test_what_is_no_schema_is_no_fault_of_ours(name: str, tree: dict[str, Any]) 
         ("qwen-coder", {"properties": {"a>b": {}}}, "cannot name the argument 'a>b' of f"),
         ("pythonic", {"properties": {"a": NUMBER}, "minProperties": 1}, "cannot enforce minProperties"),
         ("glm", schema({"a": NUMBER}, minProperties="1"), "cannot enforce minProperties"),
-        ("glm", {"properties": {"a": NUMBER, "b": NUMBER}, "dependencies": {"a": ["b"]}}, "cannot enforce dependencies"),
+        (
+            "glm",
+            {"properties": {"a": NUMBER, "b": NUMBER}, "dependencies": {"a": ["b"]}},
+            "cannot enforce dependencies",
+        ),
         ("glm", {"properties": {"a": NUMBER}, "unevaluatedProperties": NUMBER}, "cannot enforce unevaluatedProperties"),
     ],
 )
@@ -430,10 +434,26 @@ def test_limits_that_all_calls_follow_are_accepted(name: str, limits: dict[str, 
 def test_parameters_that_nothing_follows_are_refused(name: str, part: dict[str, Any]) -> None:
     told_of = {"type": "function", "function": {"name": "f", "parameters": schema({"u": part})}}
     use = tool_use([Tool.model_validate(told_of)], "required")
-    with pytest.raises(UserError, match=r"^(request: )?tools: .*(no arguments follow|Unsatisfiable)"):
+    with pytest.raises(UserError, match=r"^(request: )?tools: .*('u' of f: its enum .*; correct|Unsatisfiable)"):
         compiler_of(TEMPLATES[name], True).compile(
             Prompts(tokenizer_of(TEMPLATES[name], True)).grammar(use, None, parallel=True)
         )
+
+
+@pytest.mark.parametrize(
+    ("tree", "message"),
+    [
+        (schema({"a": NUMBER, "u": {"type": "integer", "enum": ["1", "2"]}}), "no value is allowed for the argument 'u' of f: .*; correct"),
+        (schema({"u": {"type": "float", "enum": [0.5]}}), "no value is allowed for the argument 'u' of f: .*; correct"),
+        (schema({"u": {"enum": []}}), "no value is allowed for the argument 'u' of f: .*; correct"),
+        ({"enum": []}, "no arguments are allowed by the parameters of f: .*; correct"),
+    ],
+)  # fmt: skip
+def test_the_refusal_of_parameters_names_the_argument(tree: dict[str, Any], message: str) -> None:
+    told_of = {"type": "function", "function": {"name": "f", "parameters": tree}}
+    use = tool_use([Tool.model_validate(told_of)], "required")
+    with pytest.raises(UserError, match=f"^tools: {message}"):
+        Prompts(tokenizer_of(TEMPLATES["glm"], True)).grammar(use, None, parallel=True)
 
 
 @pytest.mark.parametrize(

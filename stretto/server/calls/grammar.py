@@ -178,12 +178,14 @@ def _call_rules(dialect: Dialect, name: str, schema: Schema, spell: _Speller, nu
     if not dialect.argument:
         yield f"{arguments}: {_json_rule({'type': 'object', **schema})}"
         return
-    lists = []
+    lists, problem = [], f"no arguments are allowed by the parameters of {name}"
     for at, way in enumerate(ways(schema, schema)):
         named, others = properties(way), way.get("additionalProperties")
         values = {key: found for key, each in named.items() if (found := ways(each, schema))}
-        if not values.keys() >= {*required(way)} & named.keys():
-            continue  # nothing follows this alternative
+        impossible = [key for key in required(way) if key in named and key not in values]
+        if impossible:  # nothing follows this alternative
+            problem = f"no value is allowed for the argument {impossible[0]!r} of {name}"
+            continue
         rules = {key: f"argument{number}_{at}_{place}" for place, key in enumerate(values)}
         for key, rule in rules.items():
             yield from _argument_rules(dialect, _quoted(key), values[key], schema, spell, rule)
@@ -199,7 +201,8 @@ def _call_rules(dialect: Dialect, name: str, schema: Schema, spell: _Speller, nu
         later = [rule for key, rule in rules.items() if key not in wanted]
         lists.append(_listed(first, later, other, dialect.comma))
     if not lists:
-        raise UserError(f"tools: no arguments follow the parameters of {name}; correct its schema")
+        reason = "its enum is empty or parts of its schema exclude each other, such as type and enum"
+        raise UserError(f"tools: {problem}: {reason}; correct the schema")
     yield f"{arguments}: {' | '.join(lists)}"
 
 
