@@ -277,6 +277,10 @@ _REMEDIES = {
 }
 
 
+_DETAILS = re.compile(r"<state>|<non-verbose/>|\n *\d+ \| ")
+"""What begins the state of the parser, or the lines of the grammar, in an error message of the library."""
+
+
 def _remedy(grammar: Grammar) -> str:
     """What the sender of a refused grammar can do."""
     return _REMEDIES["json_schema" if _is_made_here(grammar) else grammar.kind]
@@ -289,11 +293,9 @@ def _is_made_here(grammar: Grammar) -> bool:
 
 def _one_line(message: object) -> str:
     """An error message of the library, shortened to one line."""
-    line = one_line(
-        re.split(r"<state>|<non-verbose/>|\n *\d+ \| ", str(message))[0], 200
-    )  # without the lines of the grammar
+    line = one_line(_DETAILS.split(str(message))[0], 200)
     if "oneOf constraints are not supported" in line:
-        return "oneOf whose alternatives may overlap is not supported; use anyOf"
+        return "oneOf is supported only where its alternatives cannot overlap, anyOf everywhere"
     return "nothing matches it" if line.startswith("NoExtension") else line
 
 
