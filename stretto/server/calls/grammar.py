@@ -208,13 +208,15 @@ def _call_rules(dialect: Dialect, name: str, schema: Schema, spell: _Speller, nu
 
 def _check_expressible(dialect: Dialect, name: str, schema: Schema) -> None:
     """Raises `UserError` for what a call of the tool ``name`` in a format without JSON cannot follow or name."""
-    for way in ways(schema, schema):
+    several = ways(schema, schema)
+    for way in several:
         if unknown := sorted(name for name in way.keys() & _UNSUPPORTED if not _always_holds(way, name)):
             problem = f"cannot enforce {unknown[0]} at the top of the parameters of {name}; remove it"
             raise UserError(f"tools: this model's format of calls {problem}")
-        if (key := unreadable_name(dialect, properties(way))) is not None:
-            problem = f"cannot name the argument {key!r} of {name}; rename it"
-            raise UserError(f"tools: this model's format of calls {problem}")
+    names = dict.fromkeys(key for way in several for key in properties(way))
+    if (key := unreadable_name(dialect, names)) is not None:
+        problem = f"cannot name the argument {key!r} of {name}; rename it"
+        raise UserError(f"tools: this model's format of calls {problem}")
 
 
 def _always_holds(way: Schema, name: str) -> bool:
