@@ -201,15 +201,17 @@ class GrammarState:
     def _spelt(self, mask_W: np.ndarray) -> np.ndarray:
         """The mask, with the first token that spells the text of an added token in place of the added token itself. Where the library
         sees that the text must follow, it allows the added token alone, and then does not accept it."""
-        words = np.flatnonzero(mask_W)
-        bits = np.flatnonzero(np.unpackbits(mask_W[words[:1]].view(np.uint8), bitorder="little"))
-        if len(words) != 1 or len(bits) != 1:
+        if np.count_nonzero(mask_W) != 1:  # a tenth of the time of np.flatnonzero
             return mask_W
-        token = int(32 * words[0] + bits[0])
+        word = int(np.argmax(mask_W != 0))
+        bits = int(mask_W[word]) & 0xFFFFFFFF
+        if bits & (bits - 1):  # several tokens
+            return mask_W
+        token = 32 * word + bits.bit_length() - 1
         if self._tokenizer.is_special_token(token) and not self._matcher.validate_tokens([token]):
             text = self._matcher.compute_ff_bytes().decode(errors="ignore")
             first = self._tokenizer.greedy_tokenize(text)[0]
-            mask_W[words[0]] = 0
+            mask_W[word] = 0
             mask_W[first // 32] = np.uint32(1 << first % 32).view(np.int32)
         return mask_W
 
