@@ -117,13 +117,19 @@ class Tokenizer:
 
     @cached_property
     def _plain(self) -> tokenizers.Tokenizer:
-        """The tokenizer of ordinary text: `rust`, or a copy in which special tokens have spellings that no text has. A model that is not a
-        BPE looks words or their pieces up in its vocabulary, and finds special tokens there."""
-        if isinstance(self.rust.model, models.BPE):
+        """The tokenizer of ordinary text: `rust`, or a copy in which special tokens have spellings that no text has. A model that looks words
+        or their pieces up in its vocabulary may find special tokens there: all do, except a BPE without ``ignore_merges``."""
+        model = self.rust.model
+        if isinstance(model, models.BPE) and not model.ignore_merges:
+            return self.rust
+        special = {token.content for token in self.rust.get_added_tokens_decoder().values() if token.special}
+        special &= self.rust.get_vocab(with_added_tokens=False).keys()
+        if not special:
             return self.rust
         tree = json.loads(self.rust.to_str())
-        special = {token["content"] for token in tree["added_tokens"] if token["special"]}
         special -= {tree["model"].get("unk_token")}
+        for first, second in tree["model"].get("merges", ()):
+            special -= {first, second, first + second}  # merges need these pieces: "!" may be for padding
         mark = secrets.token_hex(16)  # no text can guess it; the ids do not depend on it
 
         def renamed(piece: str) -> str:

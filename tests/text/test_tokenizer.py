@@ -155,6 +155,10 @@ def looking_up(kind: str) -> tokenizers.Tokenizer:
     pieces = ["<unk>", "<s>", "</s>", "[CLS]", *LETTERS, "ab"]
     if kind == "unigram":
         model: models.Model = models.Unigram([(piece, 0.0 if len(piece) > 2 else -3.0) for piece in pieces], 0)
+    elif kind == "merges":
+        merges = [("a", "b"), ("[", "]")]
+        vocab = {piece: number for number, piece in enumerate([*pieces, "[]"])}
+        model = models.BPE(vocab, merges, unk_token="<unk>", ignore_merges=True)
     else:
         make = models.WordLevel if kind == "words" else models.WordPiece
         model = make({piece: number for number, piece in enumerate(pieces)}, unk_token="<unk>")
@@ -165,7 +169,7 @@ def looking_up(kind: str) -> tokenizers.Tokenizer:
     return rust
 
 
-@pytest.mark.parametrize("kind", ["unigram", "words", "pieces"])
+@pytest.mark.parametrize("kind", ["unigram", "words", "pieces", "merges"])
 @given(texts=st.lists(st.lists(st.sampled_from(SPELLINGS)).map("".join)))
 @settings(derandomize=True, max_examples=30)
 def test_text_has_no_special_tokens_where_the_vocabulary_holds_them(kind: str, texts: list[str]) -> None:
@@ -178,6 +182,22 @@ def test_text_has_no_special_tokens_where_the_vocabulary_holds_them(kind: str, t
             assert ids == tokenizer.encode_rendered(text)
     assert pickle.loads(pickle.dumps(tokenizer)).encode_batch(texts) == tokenizer.encode_batch(texts)
     assert tokenizer.encode_rendered("</s>")[-1] == 2
+
+
+def test_special_tokens_that_merges_make_stay_pieces_of_words() -> None:
+    """Without the piece, a BPE could not spell the longer ones."""
+    vocab = {piece: number for number, piece in enumerate(["</s>", "!", "a", "!!", "!!a"])}
+    rust = tokenizers.Tokenizer(models.BPE(vocab, [("!", "!"), ("!!", "a")], ignore_merges=True))
+    rust.add_special_tokens(["</s>", "!"])
+    assert Tokenizer(rust, "</s>").encode_batch(["!!a", "!a", "a!!"]) == [[4], [1, 2], [2, 3]]
+
+
+def test_only_models_that_find_special_tokens_are_copied(tokenizer: Tokenizer) -> None:
+    apart = models.WordLevel({"<unk>": 0, "a": 1}, unk_token="<unk>")
+    rust = tokenizers.Tokenizer(apart)
+    rust.add_special_tokens(["</s>"])
+    for each in (tokenizer, Tokenizer(rust, "</s>")):
+        assert each._plain is each.rust
 
 
 def test_a_long_text_does_not_hold_pythons_lock(tokenizer: Tokenizer) -> None:
