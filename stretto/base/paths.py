@@ -72,9 +72,8 @@ def checkpoint_folder(path: Path | str) -> Path:
     for folder in (path, path / CHECKPOINT):
         if (folder / "config.json").is_file():
             return folder
-    healed = path.with_suffix("")
-    if path.suffix == ".run" and (healed / "config.json").is_file():
-        raise UserError(f"{path}: holds the files of a healing, whose checkpoint is {healed}; name that")
+    if path.suffix == ".run" and (path.with_suffix("") / "config.json").is_file():
+        raise UserError(f"{path}: holds the files of a healing, whose checkpoint is {path.with_suffix('')}; name that")
     if (path / RUN_FILE).is_file() or (path / RECIPE_FILE).is_file():
         raise UserError(f"{path}: {CHECKPOINT}: this run has none yet; finish it with --resume")
     raise UserError(f"{path}: config.json: no such file; name a run or a Hugging Face checkpoint folder")

@@ -85,6 +85,13 @@ def test_the_files_of_a_healing_are_no_checkpoint(tmp_path: Path) -> None:
         checkpoint_folder(tmp_path / "other.run")
 
 
+@pytest.mark.parametrize("name", [".", "/"])
+def test_a_folder_without_a_name_is_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=r"config.json: no such file; name a run or a Hugging Face checkpoint folder$"):
+        checkpoint_folder(Path(name))
+
+
 def test_two_writers_of_one_process_id_do_not_share_a_temporary_file(tmp_path: Path) -> None:
     """As in two containers over one folder; here it is the same process."""
     with replacing(tmp_path / "a") as first:
