@@ -47,7 +47,7 @@ from stretto.post.sft import open_conversations, sft_conversations
 from stretto.text.chat import tool_form
 from stretto.text.tokenizer import load_tokenizer
 from stretto.train.prepare import TextOptions, require_outside
-from stretto.train.recipe import SftRecipe
+from stretto.train.recipe import SftRecipe, check_keeps_orders
 from stretto.train.run_folder import RunInfo
 
 
@@ -108,6 +108,7 @@ def sft(
     resume = has_begun(folder, resume)
     text, ranks = TextOptions(held_out_path(val), val_fraction, is_chat=True), join(device, parsed.train.ep)
     if not resume:
+        check_keeps_orders(parsed.elastic, "elastic")
         require_outside(folder, named, text)
     origin = checkpoint_folder(model_path(model)).resolve()
     adapters = None if adapter is None else user_path(adapter, "adapter")

@@ -45,6 +45,7 @@ from stretto.post.sft import STAGE as SFT
 from stretto.post.sft import latest_snapshot, sft
 from stretto.report.page import Plot
 from stretto.tasks.registry import source_kind
+from stretto.train.recipe import check_keeps_orders
 
 STUDENT = "student"
 """Folder in a run of `stretto distill` that holds the student's start: cut out with ``--subnet``, or merged (``distill.merge_scale``)."""
@@ -480,6 +481,8 @@ def made_start(recipe: RlRecipe, folder: Path, origin: Path | None = None, devic
     out, inputs = folder / START, {} if origin is None else {"--model": _weights(origin)}
     if out.is_dir() or latest_snapshot(out) is not None:
         _check_inputs(recipe, out, _START_KEYS, inputs)
+    else:
+        check_keeps_orders(recipe.start.elastic, "start.elastic")
     if out.is_dir():
         return out
     with SourceTables(dict(recipe.sources), recipe.sandbox).opened() as sources:

@@ -26,7 +26,7 @@ from stretto.learning.roles import (
 from stretto.model.spec import ModelConfig
 from stretto.optim.schedule import OptimConfig
 from stretto.text.similar import Similarity
-from stretto.train.recipe import TunedMixture
+from stretto.train.recipe import SelfTaughtConfig
 
 ChannelKind = Literal["store", "gloo"]
 SNAPSHOTS, WEIGHTS, GROUPS, LOGS, START = "snapshots", "weights", "groups", "tokens", "sft"
@@ -126,7 +126,7 @@ class StartConfig(Config):
     learns_prompts: bool = False
     """Also train on prompts and on tool and user turns. A network with random weights learns to copy from them, long before it
     would from the few tokens of the answers."""
-    elastic: TunedMixture | None = None
+    elastic: SelfTaughtConfig | None = None
     """Mixture of Subnets to train, so that smaller Subnets of the start work too; None: the full network only."""
 
 

@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
-from pydantic import AfterValidator, Field, PositiveFloat, model_validator
+from pydantic import Field, PositiveFloat, model_validator
 
 from stretto.base.config import Config
 from stretto.base.errors import UserError
@@ -93,17 +93,6 @@ class SelfTaughtConfig(MixtureConfig):
     """Weight of cross-entropy in the loss of anchor micro-batches (with ``joint``: of all micro-batches of smaller Subnets). The rest is
     KL(full ‖ Subnet), which costs one forward pass.
     """
-
-
-def _keeping_orders(elastic: SelfTaughtConfig) -> SelfTaughtConfig:
-    for name in ("rank_layers_at", "rank_experts_at"):
-        if getattr(elastic, name):
-            raise ValueError(f"{name}: fine-tuning keeps the orders of the checkpoint; leave it out")
-    return elastic
-
-
-TunedMixture = Annotated[SelfTaughtConfig, AfterValidator(_keeping_orders)]
-"""Mixture of a network that is fine-tuned, whose layers and experts keep their orders."""
 
 
 class ElasticConfig(SelfTaughtConfig):
@@ -471,6 +460,14 @@ def _without_balance(elastic: Mixture) -> Mixture:
     return elastic.replace(balance_rate=0.0, balance_final_rate=0.0)
 
 
+def check_keeps_orders(elastic: SelfTaughtConfig | None, table: str) -> None:
+    """Check the mixture of a new fine-tuning, which stands in ``table`` of its recipe. Raises `UserError`: it asks to order layers or
+    experts anew."""
+    for name in ("rank_layers_at", "rank_experts_at"):
+        if elastic is not None and getattr(elastic, name):
+            raise UserError(f"{table}.{name}: fine-tuning keeps the orders of the checkpoint; leave it out")
+
+
 class SftRecipe(Config):
     """Recipe of supervised fine-tuning on conversations."""
 
@@ -486,7 +483,7 @@ class SftRecipe(Config):
     """
     lora: LoraConfig | None = None
     """Train low-rank adapters; None: all weights."""
-    elastic: TunedMixture | None = None
+    elastic: SelfTaughtConfig | None = None
     """Train this mixture of Subnets, so that every size stays good; None: the full network alone. Without anchors: the checkpoint's
     presets, else `default_anchors`.
     """

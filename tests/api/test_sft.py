@@ -21,6 +21,7 @@ from safetensors.torch import load_file
 
 from stretto.api.post import sft
 from stretto.api.report import cost, report_command, write_report
+from stretto.api.rl import made_start
 from stretto.api.train import ADAPTER
 from stretto.base.config import read_recipe
 from stretto.base.errors import UserError
@@ -32,7 +33,7 @@ from stretto.data.holdout import Holdout
 from stretto.data.pack import IGNORED
 from stretto.data.shards import TOKENIZER, tokenise
 from stretto.data.sources import open_source
-from stretto.learning.recipe import StartConfig
+from stretto.learning.recipe import RlRecipe
 from stretto.model.checkpoint import read_checkpoint, read_presets, write_checkpoint
 from stretto.model.parallel import join
 from stretto.model.spec import ModelConfig, SubnetChoice
@@ -277,12 +278,24 @@ def test_domains_get_their_shares(base: Path, data: Path, tmp_path: Path) -> Non
         open_conversations(mixture, recipe("domains.sums=1"), join("cpu"))
 
 
-def test_a_mixture_of_fine_tuning_measures_no_orders() -> None:
-    with pytest.raises(UserError, match=r"sft.toml: elastic: rank_layers_at: .* leave it out$"):
-        recipe("elastic.rank_layers_at=[0.5]")
-    start = {"optim": {"lr": 1e-3}, "steps": 2, "elastic": {"rank_experts_at": [0.5]}}
-    with pytest.raises(ValueError, match="rank_experts_at: fine-tuning keeps the orders"):
-        StartConfig.model_validate(start)
+def test_a_mixture_of_fine_tuning_measures_no_orders(
+    base: Path, chats: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A new run is refused; one that was begun when the keys were accepted stays readable and can be resumed."""
+    told = ("train.steps=2", "elastic.sampler=off", "elastic.rank_layers_at=[0.5]")
+    with pytest.raises(UserError, match=r"^elastic.rank_layers_at: fine-tuning keeps .* leave it out$"):
+        run(base, chats, tmp_path / "run", *told)
+    with monkeypatch.context() as before:
+        before.setattr("stretto.api.post.check_keeps_orders", lambda *_: None)
+        made = run(base, chats, tmp_path / "run", *told)
+    assert read_info(tmp_path / "run").stage == "sft"
+    assert run(base, chats, tmp_path / "run", *told, resume=True) == made
+
+
+def test_a_start_of_rl_measures_no_orders(tmp_path: Path) -> None:
+    told = read_recipe("rl_gym", RlRecipe, ["start.elastic.rank_experts_at=[0.5]"])
+    with pytest.raises(UserError, match=r"^start.elastic.rank_experts_at: fine-tuning keeps .* leave it out$"):
+        made_start(told, tmp_path, device="cpu")
 
 
 def test_what_cannot_be_done_is_refused(base: Path, data: Path, tmp_path: Path) -> None:
