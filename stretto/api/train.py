@@ -214,9 +214,11 @@ def begun_run(
     before, now = (each.model_dump(mode="json") for each in (info.recipe, recipe))
     check_unchanged(before, now, run, (*LAYOUT, *STEERING))
     named = sources_named(data, text)
-    if named and info.sources and named != info.sources:
+    changed = [each for each in named if each not in info.sources]
+    if info.sources and (changed or (data and named != info.sources)):
+        option = "--data" if data else changed[0].split()[0]
         raise UserError(
-            f"{run}: --data: was {' '.join(info.sources)} when this run started, is {' '.join(named)} now; leave it out"
+            f"{run}: {option}: was {' '.join(info.sources)} when this run started, is {' '.join(named)} now; leave it out"
         )
     if (
         tokenizer is not None

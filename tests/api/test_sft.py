@@ -278,6 +278,16 @@ def test_domains_get_their_shares(base: Path, data: Path, tmp_path: Path) -> Non
         open_conversations(mixture, recipe("domains.sums=1"), join("cpu"))
 
 
+def test_a_resume_without_data_may_repeat_how_text_is_held_out(base: Path, chats: Path, tmp_path: Path) -> None:
+    held_out = chats / "products.jsonl"
+    made = run(base, chats / "sums.jsonl", tmp_path / "run", "train.steps=2", val=held_out)
+    assert run(base, (), tmp_path / "run", "train.steps=2", val=held_out, resume=True) == made
+    with pytest.raises(UserError, match=r"run: val: was .*sums.jsonl@1 .val. .*products.jsonl when .*; leave it out$"):
+        run(base, (), tmp_path / "run", "train.steps=2", val=chats / "sums.jsonl", resume=True)
+    with pytest.raises(UserError, match=r"run: data: was .*sums.jsonl@1 .val. .*; leave it out$"):
+        run(base, chats / "sums.jsonl", tmp_path / "run", "train.steps=2", resume=True)
+
+
 def test_a_mixture_of_fine_tuning_measures_no_orders(
     base: Path, chats: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
