@@ -93,7 +93,8 @@ def sft(
         UserError: bad data or recipe, conversations for a model without a chat template, or a folder that holds another run.
     """
     folder, named = run_folder(out, recipe, "sft"), listed_data(data)
-    if not named and not (has_begun(folder, resume) and _is_sft_recipe(recipe)):
+    told = overriding(settings, {"lora.rank": lora, "train.steps": steps})
+    if not named and not (has_begun(folder, resume) and _is_sft_recipe(recipe, told)):
         flags = {"--val": val, "--val-fraction": val_fraction, "--lora": lora, "--adapter": adapter, "--wandb": wandb}
         flags |= {"--keep-adapter": keep_adapter or None}
         if unused := [flag for flag, value in flags.items() if value is not None]:
@@ -104,7 +105,7 @@ def sft(
     if model is None:
         raise UserError("--model: missing; name the run or checkpoint to train")
     require_wandb(wandb)
-    parsed = read_recipe(recipe, SftRecipe, overriding(settings, {"lora.rank": lora, "train.steps": steps}))
+    parsed = read_recipe(recipe, SftRecipe, told)
     resume = has_begun(folder, resume)
     text, ranks = TextOptions(held_out_path(val), val_fraction, is_chat=True), join(device, parsed.train.ep)
     if not resume:
@@ -161,9 +162,9 @@ def _rl_recipe(recipe: RecipeLike, settings: Sequence[str]) -> RlRecipe:
         raise UserError(f"{error} (stretto sft without --data takes a recipe of `stretto rl`)") from None
 
 
-def _is_sft_recipe(recipe: RecipeLike) -> bool:
+def _is_sft_recipe(recipe: RecipeLike, settings: Sequence[str] = ()) -> bool:
     try:
-        read_recipe(recipe, SftRecipe)
+        read_recipe(recipe, SftRecipe, settings)
     except UserError:
         return False
     return True

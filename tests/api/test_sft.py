@@ -288,6 +288,15 @@ def test_a_resume_without_data_may_repeat_how_text_is_held_out(base: Path, chats
         run(base, chats / "sums.jsonl", tmp_path / "run", "train.steps=2", resume=True)
 
 
+def test_a_recipe_that_is_complete_with_its_options_is_resumed_without_data(
+    base: Path, chats: Path, tmp_path: Path
+) -> None:
+    told, out = tmp_path / "own.toml", tmp_path / "run"
+    told.write_text("[optim]\nlr = 1e-3\n[train]\nrows = 4\nseq_len = 128\neval_rows = 4\n")
+    made = sft(told, base, chats, out, steps=2, device="cpu").folder
+    assert sft(told, base, out=out, steps=2, resume=True, device="cpu").folder == made
+
+
 def test_a_mixture_of_fine_tuning_measures_no_orders(
     base: Path, chats: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
