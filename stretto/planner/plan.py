@@ -334,9 +334,6 @@ def _plan_pretrain(recipe: Recipe, empty: Plan, sweep: bool) -> Plan:
         _check(own, config, cluster)
     if own not in layouts and _why_undivided(config, own.ranks, own.ep) is None:
         layouts.append(own)
-        if train.micro_rows % cluster.num:
-            padded = f"{cluster.num} ranks do not divide the {train.micro_rows} rows of a micro-batch"
-            notes.append(f"{padded}: some compute padding.")
     is_elastic, on_gpu = elastic.sampler != "off", cluster.hardware.is_gpu
     taught = is_elastic and elastic.anchor_ce_weight < 1 and bool(elastic.anchors)
     if _extra_forwards(elastic, False, taught):
@@ -352,11 +349,15 @@ def _plan_pretrain(recipe: Recipe, empty: Plan, sweep: bool) -> Plan:
         step = step_time(*shape, recipe.optim.name, cluster.hardware, extra_forwards=extra)
         tried.append(empty.predict(layout, memory, step, step.total, step.limit))
     found = empty.of(tried, len(tried), notes)
-    if train.snapshot_writes != "background" or not on_gpu:
-        return found
-    copied = size_in_bytes(found.best.memory.weights + found.best.memory.optimiser)
-    note = f"Each rank keeps a copy of its weights and optimiser state for snapshots, {copied}, in the host's memory."
-    return replace(found, notes=(*found.notes, note))
+    notes = [*found.notes]
+    if train.micro_rows % cluster.num and any(each.layout == own for each in found.predictions):
+        padded = f"{cluster.num} ranks do not divide the {train.micro_rows} rows of a micro-batch"
+        notes.append(f"{padded}: some compute padding.")
+    if train.snapshot_writes == "background" and on_gpu:
+        copied = size_in_bytes(found.best.memory.weights + found.best.memory.optimiser)
+        copy = f"a copy of its weights and optimiser state for snapshots, {copied}"
+        notes.append(f"Each rank keeps {copy}, in the host's memory.")
+    return replace(found, notes=tuple(notes))
 
 
 def _plan_elasticize(

@@ -46,6 +46,12 @@ def test_the_sweep_tries_the_own_layout_where_it_computes_padding() -> None:
     assert own.notes == swept.notes and any("padding" in note for note in own.notes)
 
 
+def test_a_sweep_names_padding_only_where_it_shows_a_layout_that_computes_it() -> None:
+    own, swept = (stretto.plan("small", "16xH100", sweep=sweep) for sweep in (False, True))
+    assert own.best.layout not in [each.layout for each in swept.predictions]
+    assert any("padding" in note for note in own.notes) and not any("padding" in note for note in swept.notes)
+
+
 def test_a_layout_of_a_sweep_is_planned_as_if_the_recipe_named_it() -> None:
     joint = ["elastic.joint=true"]
     swept = stretto.plan("small", "8xH100", sweep=True, settings=joint)
