@@ -95,8 +95,8 @@ def sized(text: str) -> tuple[Path, str]:
 def claimed(folder: Path) -> Iterator[None]:
     """Claim ``folder`` for this process: no other process can claim it meanwhile. The claim also ends when the process is killed.
 
-    In a run folder, partial files of a killed process are removed. The lock file and the folders that the claim created are removed if no
-    file is added beside the lock file.
+    In a run folder, partial files of a killed process are removed. Elsewhere the lock file and the folders that the claim created are
+    removed if no file is added beside the lock file.
 
     Raises:
         UserError: another process has claimed it, or the folder cannot be written.
@@ -112,7 +112,9 @@ def claimed(folder: Path) -> Iterator[None]:
     with lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+            if not os.path.samestat(os.fstat(lock.fileno()), os.stat(folder / LOCK_FILE)):
+                raise BlockingIOError  # its owner removed it since, and another process has made one
+        except (BlockingIOError, FileNotFoundError):  # not found: its owner removed it since
             lock.seek(0)
             raise UserError(
                 f"{folder}: {lock.read() or 'another process'} is running in it; wait for its end, or choose another folder"
@@ -125,7 +127,8 @@ def claimed(folder: Path) -> Iterator[None]:
         try:
             yield
         finally:
-            if not had_lock and folder.is_dir() and before.issuperset(os.listdir(folder)):
+            is_run = not before.isdisjoint((RUN_FILE, RECIPE_FILE))
+            if not had_lock and not is_run and folder.is_dir() and before.issuperset(os.listdir(folder)):
                 remove(folder / LOCK_FILE)
                 for parent in created:
                     with suppress(OSError):  # something else was written into it

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import subprocess
 import sys
 from pathlib import Path
+from typing import TextIO
 
 import pytest
 
@@ -74,6 +76,32 @@ def test_a_claim_without_a_result_leaves_no_lock(tmp_path: Path) -> None:
     with claimed(tmp_path), claimed(tmp_path / "a" / "b"):
         pass
     assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
+
+
+@pytest.mark.parametrize("is_made_again", [False, True])
+def test_a_claim_is_refused_whose_lock_file_was_removed_while_it_was_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_made_again: bool
+) -> None:
+    lock, flock = tmp_path / ".lock", fcntl.flock
+
+    def flock_too_late(file: TextIO, how: int) -> None:
+        lock.rename(tmp_path / "removed")
+        if is_made_again:
+            lock.write_text("process 1 on another host")
+        flock(file, how)
+
+    monkeypatch.setattr(fcntl, "flock", flock_too_late)
+    with pytest.raises(UserError, match="is running in it; wait for its end"), claimed(tmp_path):
+        pass
+
+
+@pytest.mark.parametrize("name", ["run.json", "recipe.json"])
+def test_a_run_that_was_copied_without_its_lock_file_keeps_the_new_one(tmp_path: Path, name: str) -> None:
+    """Readers of text leave out a folder with both."""
+    write_json(tmp_path / name, {})
+    with claimed(tmp_path):
+        pass
+    assert (tmp_path / ".lock").is_file()
 
 
 def test_the_files_of_a_healing_are_no_checkpoint(tmp_path: Path) -> None:
