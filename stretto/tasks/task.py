@@ -364,9 +364,11 @@ def score_fault(score: Any) -> str | None:
     numbers |= {f"the reward of step {number}": step.reward for number, step in enumerate(steps)}
     for name, value in numbers.items():
         if isinstance(value, bool) or not isinstance(value, (int, float)):
-            return f"score() gave {name} as {_short(value)}, not a number"
+            return f"score() gave {name} as {_short(value)}, not an int or float; convert it with float()"
         if not abs(value) <= sys.float_info.max:
             return f"score() gave {name} as {_short(value)}, not a finite number"
+    if score.sandbox_s < 0:
+        return f"score() gave sandbox_s as {_short(score.sandbox_s)}, less than 0"
     outcome: Any = score.outcome
     if not isinstance(outcome, Outcome):
         return f"score() gave outcome as {_short(outcome)}, not an Outcome"

@@ -75,7 +75,7 @@ def exiting(problem: Problem, answer: Answer) -> Score:
         (exiting, "raised SystemExit: 3"),
         (lambda problem, answer: Score(math.nan, Outcome.OK), "nan"),
         (lambda problem, answer: Score(-math.inf, Outcome.OK), "inf"),
-        (lambda problem, answer: Score("1", Outcome.OK), "not a number"),
+        (lambda problem, answer: Score("1", Outcome.OK), "not an int or float"),
         (lambda problem, answer: Score(1.0, Outcome.OK, {"places": math.nan}), "places"),
         (lambda problem, answer: 1.0, "not a Score"),
         (lambda problem, answer: None, "not a Score"),

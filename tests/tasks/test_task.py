@@ -138,12 +138,14 @@ def test_one_shared_right_answer_is_no_fault() -> None:
     [
         (Score(float("nan"), Outcome.OK), "reward as nan, not a finite number"),
         (Score(float("inf"), Outcome.OK), "reward as inf"),
-        (Score("1", Outcome.OK), "reward as '1', not a number"),  # type: ignore[arg-type]
-        (Score(True, Outcome.OK), "reward as True, not a number"),
+        (Score("1", Outcome.OK), "reward as '1', not an int or float; convert it with float()"),  # type: ignore[arg-type]
+        (Score(True, Outcome.OK), "reward as True, not an int or float"),
         (Score(1.0, Outcome.OK, {"style": float("nan")}), "style as nan"),
         (Score(1.0, "ok"), "outcome as 'ok'"),  # type: ignore[arg-type]
         (Score(10**400, Outcome.OK), "reward as 1000"),
+        (Score(np.float32(1), Outcome.OK), "reward as np.float32(1.0), not an int or float; convert it with float()"),  # type: ignore[arg-type]
         (Score(1.0, Outcome.OK, sandbox_s=float("nan")), "sandbox_s as nan"),
+        (Score(1.0, Outcome.OK, sandbox_s=-1.0), "sandbox_s as -1.0, less than 0"),
         (Score(1.0, Outcome.OK, None), "parts as None, not numbers by name"),  # type: ignore[arg-type]
         (Score(1.0, Outcome.OK, {1: 2.0}), "parts as {1: 2.0}, not numbers by name"),  # type: ignore[dict-item]
         (Score(0.0, Outcome.WRONG, detail=ValueError("no")), "detail as ValueError('no'), not a text"),  # type: ignore[arg-type]
