@@ -127,7 +127,8 @@ class StartConfig(Config):
     """Also train on prompts and on tool and user turns. A network with random weights learns to copy from them, long before it
     would from the few tokens of the answers."""
     elastic: SelfTaughtConfig | None = None
-    """Mixture of Subnets to train, so that smaller Subnets of the start work too; None: the full network only."""
+    """Mixture of Subnets to train, so that smaller Subnets of the start work too; None: the full network only. Not with
+    ``rank_layers_at`` or ``rank_experts_at``: fine-tuning keeps the orders."""
 
 
 class RolloutConfig(Config):

@@ -485,7 +485,7 @@ class SftRecipe(Config):
     """Train low-rank adapters; None: all weights."""
     elastic: SelfTaughtConfig | None = None
     """Train this mixture of Subnets, so that every size stays good; None: the full network alone. Without anchors: the checkpoint's
-    presets, else `default_anchors`.
+    presets, else `default_anchors`. Not with ``rank_layers_at`` or ``rank_experts_at``: the orders of the checkpoint are kept.
     """
     balance_rate: float = Field(default=1e-4, ge=0)
     """Step size of the balance bias for the full network alone; ``elastic`` has its own. With ``lora`` the biases are frozen, since an
