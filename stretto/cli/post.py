@@ -8,7 +8,7 @@ from typing import Annotated
 from typer import Option
 
 import stretto
-from stretto.base.paths import checkpoint_folder, quoted
+from stretto.base.paths import RUN_FILE, checkpoint_folder, quoted
 from stretto.cli.launch import launch, without_launch
 from stretto.cli.options import (
     Device,
@@ -54,8 +54,8 @@ def sft(
     Args:
         model: Run or checkpoint to train. Default: a new network, by the [start.model] of an RL recipe.
         data: Conversations (messages, or prompt and completion; tools): a JSONL or Parquet file, a folder of them, or a Hugging
-            Face dataset. Repeat the option for a mixture: PATH@WEIGHT. Default: demonstrations from the sources of an RL
-            recipe, as many as its [start] asks for.
+            Face dataset. Repeat the option for a mixture: PATH@WEIGHT. Not needed with --resume. Default: demonstrations from
+            the sources of an RL recipe, as many as its [start] asks for.
         val: Held-out conversations, in the same forms as --data. Default: a part of the data.
         val_fraction: Share of the data to hold out, 0 to 0.5. Default: 0.01, up to 0.1 of little data.
         lora: Rank of LoRA adapters to train instead of every weight.
@@ -69,7 +69,7 @@ def sft(
     from stretto.api.train import command_to_try
 
     run = result.given
-    hint = f"stretto report {quoted(run)}; " if data else ""
+    hint = f"stretto report {quoted(run)}; " if (run / RUN_FILE).is_file() else ""  # a start of RL has none
     say(f"checkpoint: {checkpoint_folder(run)}\nnext: {hint}{command_to_try(run)}")
 
 

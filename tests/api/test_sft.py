@@ -28,6 +28,7 @@ from stretto.base.errors import UserError
 from stretto.base.paths import RECIPES
 from stretto.base.records import read_lineage
 from stretto.base.track import read_metrics
+from stretto.cli.post import sft as command
 from stretto.data.conversations import ConversationForm
 from stretto.data.holdout import Holdout
 from stretto.data.pack import IGNORED
@@ -289,12 +290,14 @@ def test_a_resume_without_data_may_repeat_how_text_is_held_out(base: Path, chats
 
 
 def test_a_recipe_that_is_complete_with_its_options_is_resumed_without_data(
-    base: Path, chats: Path, tmp_path: Path
+    base: Path, chats: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     told, out = tmp_path / "own.toml", tmp_path / "run"
     told.write_text("[optim]\nlr = 1e-3\n[train]\nrows = 4\nseq_len = 128\neval_rows = 4\n")
     made = sft(told, base, chats, out, steps=2, device="cpu").folder
     assert sft(told, base, out=out, steps=2, resume=True, device="cpu").folder == made
+    command(told, base, out=out, steps=2, resume=True, device="cpu")
+    assert f"next: stretto report {out}; stretto " in capsys.readouterr().out
 
 
 def test_a_mixture_of_fine_tuning_measures_no_orders(
