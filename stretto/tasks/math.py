@@ -50,8 +50,11 @@ _OF_VALUE = re.compile(
     re.IGNORECASE,
 )
 """Words that may change the value of the number before them."""
-_RELATION = re.compile(r"\s*(?:\\(?:neq?|not|[gl]e?q?(?:slant)?|[gl]t|gg|ll)(?![a-z])|[≠≤≥<>≪≫])")
-"""Beginning of an answer that bounds a value or excludes it. math-verify reads ``\\neq 5`` as 5."""
+_RELATION = re.compile(
+    r"[\s({]*(?:\\(?:displaystyle|left)\s*)?"
+    r"(?:\\(?:neq?|not(?:in)?|n?(?:[gl](?:e|t|eqq?|eqslant)|less|gtr)|[gl]neqq?|gg|ll)(?![a-z])|[≠≤≥<>≪≫])"
+)
+"""Beginning of an answer, without typography, that bounds a value or excludes it. math-verify reads ``\\neq 5`` as 5."""
 _ROOT = re.compile(r"√\s*(?:\(([^()]*)\)|\{([^{}]*)\}|(\d+|[^\W\d_]))")
 _WORKINGS = re.compile(r"<<[^<>]*>>")
 """Calculator annotations in GSM8K's solutions."""
@@ -142,7 +145,7 @@ class MathSource(TaskSource):
             return Score.of(True, parts)
         if value is not None and gold_value is not None:
             return Score.of(value == gold_value, parts)
-        if found.is_marked and _RELATION.match(found.text.lstrip("$")) and not _RELATION.match(gold):
+        if found.is_marked and _RELATION.match(bare(found.text)) and not _RELATION.match(bare(gold)):
             return Score.of(False, parts, "a bound, not a value")
         # An unmarked answer is prose in which math-verify finds the formula; a marked answer is the formula.
         return self._compared(f"${gold}$", f"${found.text}$" if found.is_marked else found.text, parts)

@@ -133,6 +133,26 @@ def test_answers_are_compared_by_what_they_mean(source: MathSource, item: int, t
     assert source.score(source.problem(item), Answer(text)).ok is right
 
 
+@pytest.mark.parametrize("bound", ["\\geq 5", "> 5", "\\neq 5"])
+@pytest.mark.parametrize("form", ["${}$", "\\({}\\)"])
+def test_a_bound_is_right_where_the_gold_is_one(source: MathSource, bound: str, form: str) -> None:
+    gold = form.format(bound)
+    problem = Problem.of(0, "", gold, "boxed", answer=gold)
+    assert source.score(problem, Answer(f"\\boxed{{{bound}}}")).ok
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "(> 5)", "{\\ge 5}", "\\; > 5", "\\, \\ge 5", "\\(\\ge 5\\)", "\\[> 5\\]", "**> 5**", "\\displaystyle > 5", "\\left> 5\\right.",
+        "\\nleq 5", "\\ngeq 5", "\\geqq 5", "\\gneq 5", "\\notin 5", "\\geqslant 5", "=> 5",
+    ],
+)  # fmt: skip
+def test_a_bound_is_no_value_in_any_spelling(source: MathSource, text: str) -> None:
+    problem = Problem.of(0, "", "5", "boxed", answer="5")
+    assert not source.score(problem, Answer(f"\\boxed{{{text}}}")).ok
+
+
 @pytest.mark.parametrize(
     "text",
     [
