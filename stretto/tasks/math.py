@@ -55,7 +55,7 @@ _RELATION = re.compile(
     r"(?:\\(?:neq?|not(?:in)?|n?(?:[gl](?:e|t|eqq?|eqslant)|less|gtr)|[gl]neqq?|gg|ll)(?![a-z])|[≠≤≥<>≪≫])"
 )
 """Beginning of an answer, without typography, that bounds a value or excludes it. math-verify reads ``\\neq 5`` as 5."""
-_ROOT = re.compile(r"√\s*(?:\(([^()]*)\)|\{([^{}]*)\}|(\d+|[^\W\d_]))")
+_ROOT = re.compile(r"√\s*(?:\(([^()]*)\)|\{([^{}]*)\}|(\d+(?:\.\d+)?|[^\W\d_]))")
 _WORKINGS = re.compile(r"<<[^<>]*>>")
 """Calculator annotations in GSM8K's solutions."""
 _MEMORY_BYTES = 2 << 30

@@ -133,6 +133,11 @@ def test_answers_are_compared_by_what_they_mean(source: MathSource, item: int, t
     assert source.score(source.problem(item), Answer(text)).ok is right
 
 
+@pytest.mark.parametrize(("gold", "right"), [("0.5", False), ("\\sqrt{1.5}", True)])
+def test_a_root_covers_the_digits_after_the_point(source: MathSource, gold: str, right: bool) -> None:
+    assert source.score(Problem.of(0, "", gold, "boxed", answer=gold), Answer("\\boxed{√1.5}")).ok is right
+
+
 @pytest.mark.parametrize("bound", ["\\geq 5", "> 5", "\\neq 5"])
 @pytest.mark.parametrize("form", ["${}$", "\\({}\\)"])
 def test_a_bound_is_right_where_the_gold_is_one(source: MathSource, bound: str, form: str) -> None:
