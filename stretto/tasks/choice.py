@@ -39,9 +39,10 @@ _RIGHT, _WRONG = "Correct Answer", "Incorrect Answer "
 _NONE = "N/A"
 """Filler at the end of MMLU-Pro's lists of options."""
 _ALONE = re.compile(r"[\W_]*([A-Za-z])[\W_]*")
-_BEFORE_TEXT = re.compile(r"[\W_]*([A-Z])(?:[).:*]+(?:\s.*|$)|\s+[-–—]+\s.*)", re.DOTALL)
-_ALSO = re.compile(r"(?:[,;/]|\b(?:or|and))[^\w\n]*([A-Z])\)")
-"""Another option in a list: ``A) or B)``, ``A) Paris, B) Rome``."""
+_BEFORE_TEXT = re.compile(r"[\W_]*([A-Z])[).:*]+(?:\s.*|$)", re.DOTALL)
+_DASHED = re.compile(r"[\W_]*([A-Z])\s+[-–—]+\s+(.*)", re.DOTALL)
+_LIST = re.compile(r"(?:[\W_]|\b(?:[A-Z]|or|and)\b)*")
+"""Nothing but letters, such as ``A) or B)``."""
 _VERB = r"\s+(?:is|would be|should be|must be)"
 _OPTION = r"\b(?:option|choice)\b"
 _LETTER = r"[^\w\n]*([B-HJ-Z]\b|[AI]\b(?=[).:,*]|[^\w\n]*$))"
@@ -143,13 +144,21 @@ def chosen_letter(text: str, form: AnswerFormat, options: Sequence[str]) -> str 
     elif named := _named(found.text, options):  # before the next: "E. coli" is not a choice of E
         letter = named
     elif match := _BEFORE_TEXT.match(answer):
-        others = {*_ALSO.findall(answer, match.end(1)), match[1]} & {*LETTERS[: len(options)]}
-        letter = match[1] if len(others) == 1 else ""
+        letter = "" if _is_list(answer, options) else match[1]
+    elif (match := _DASHED.match(answer)) and _named(match[2], options) == match[1]:
+        letter = match[1]
     else:
         said = "\n".join(map(bare, re.sub(r"</?answer>", "\n", spoken(text)).splitlines()))
         letters = ["".join(groups) for groups in _STATED.findall(said)] or _MENTIONED.findall(said)
         letter = letters[-1] if letters else ""
     return letter if letter and letter in LETTERS[: len(options)] else None
+
+
+def _is_list(answer: str, options: Sequence[str]) -> bool:
+    """Whether ``answer`` is nothing but several letters, each with or without the text of an option: ``A) or B)``, ``A) Paris, B) Rome``."""
+    texts = "|".join(re.escape(each) for each in sorted(map(bare, options), key=len, reverse=True) if each)
+    rest = re.sub(rf"([A-Z])\W+(?:{texts})(?!\w)", r"\1 ", answer) if texts else answer
+    return _LIST.fullmatch(rest) is not None and len({*re.findall("[A-Z]", rest)}) > 1
 
 
 def _named(text: str, options: Sequence[str]) -> str:

@@ -103,6 +103,18 @@ def test_equal_choices_are_read_alike_in_every_order(tmp_path: Path) -> None:
         ("\\boxed{B) Rome (not A)}", "B"),
         ("\\boxed{B) or C)}", None),
         ("\\boxed{(A) Paris, (B) Rome, (C) Bern}", None),
+        ("\\boxed{B) Rome; C) is wrong}", "B"),
+        ("\\boxed{B) Rome, since A) and C) are wrong}", "B"),
+        ("B. Rome, (C) is too cold", "B"),
+        ("\\boxed{B) or C}", None),
+        ("\\boxed{A) & B)}", None),
+        ("\\boxed{A) Paris B) Rome}", None),
+        ("\\boxed{A - D}", None),
+        ("\\boxed{B – C – D}", None),
+        ("The answer is B.\n\nA — in contrast to C — is wrong.", "B"),
+        ("\\boxed{A - wrong. So the answer is B.}", "B"),
+        ("\\boxed{B) x" + "," * 200_000 + "x}", "B"),  # in linear time
+        ("\\boxed{B) x" + ", " * 200_000 + "x}", "B"),
         ("\\boxed{rome}", "B"),
         ("<think>Answer: C</think>\n**B**", "B"),
         ("The answer is (B).", "B"),
@@ -172,6 +184,22 @@ def test_a_statement_counts_by_its_place_and_a_mention_only_without_one(text: st
 )
 def test_a_species_is_no_letter_before_a_text(text: str, letter: str | None) -> None:
     assert chosen_letter(f"\\boxed{{{text}}}", "boxed", ["C. elegans", "E. coli", "yeast", "none"]) == letter
+
+
+@pytest.mark.parametrize(
+    ("options", "text", "letter"),
+    [
+        (["Paris", "Rome", "Bern", "Both (A) and (B)"], "D) Both (A) and (B)", "D"),
+        (["Paris", "Rome", "Bern", "Both (A) and (B)"], "(D) Both (A) and (B)", "D"),
+        (["(A, D]", "[A, D)", "f(x, A) = 3", "x and (C) y"], "B) [A, D)", "B"),
+        (["(A, D]", "[A, D)", "f(x, A) = 3", "x and (C) y"], "C) f(x, A) = 3", "C"),
+        (["(A, D]", "[A, D)", "f(x, A) = 3", "x and (C) y"], "D) x and (C) y", "D"),
+        (["O", "A", "AB", "B"], "B) A", "B"),
+        (["O", "A", "AB", "B"], "A) O or B) A", None),
+    ],
+)
+def test_letters_in_the_text_of_an_option_are_no_list(options: list[str], text: str, letter: str | None) -> None:
+    assert chosen_letter(f"\\boxed{{{text}}}", "boxed", options) == letter
 
 
 def test_options_that_differ_in_typography_alone_are_told_apart() -> None:
