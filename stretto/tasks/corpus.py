@@ -37,7 +37,8 @@ _LISTED = rf"{_ONE}(?:(?:[\s,;&*]|and)*{_ONE})*"
 _WITH_COMMAS = re.compile(rf"(?:(?<![\s,;])[\s,;]++)?(?:\(\s*+{_LISTED}\s*+\)|{_LISTED})")
 """Citations, with what joins them to each other and to the text before: ``, [7] and [8]``, ``([7], [8])`` or ``[7](link)``."""
 _ANNOUNCED = re.compile(
-    r"(?<!\s)\s*(?:\((?:sources?|references?|see)[\s:]*\)?|(?:(?<=\s)(?:sources?|references?)\s*+)?:|[—–])\.?\Z",
+    r"(?<![\s,;])[\s,;]*+(?:(?<!\w)\((?:sources?|references?|see)[\s:]*\)?"
+    r"|(?:(?:(?<=[\n,.;]\s)|(?<=\n))(?:sources?|references?)\s*+)?:|[—–])\.?\Z",
     re.IGNORECASE,
 )
 """What is left of ``7 (sources: [7])``, ``7: [7]`` and ``7 — [7]`` behind the 7."""

@@ -297,8 +297,16 @@ def test_a_citation_supports_the_answer_or_a_step_to_it() -> None:
     for text in (", " * 20_000, " " * 20_000, "[1]" + " ," * 20_000, "(" + " " * 20_000, "[" * 20_000):
         assert without_citations(text) == text.removeprefix("[1]").strip()  # in linear time
     assert without_citations("(as in [1]) Vik (see Ens [2])") == "(as in) Vik (see Ens)"
-    for text in ("Vik: [1]", "Vik — [1], [2]", "Vik (sources: [1], [2])", "Vik (see [1])", "Vik\nSources: [1]"):
+    for text in (
+        "Vik: [1]",
+        "Vik — [1], [2]",
+        "Vik (sources: [1], [2])",
+        "Vik (see [1])",
+        "Vik\nSources: [1]",
+        "Vik, source: [1]",
+    ):
         assert without_citations(text) == "Vik"
     assert without_citations("open source [1]") == "open source" and without_citations("Vik:") == "Vik:"
-    for piece in (": ", "(see ", " sources ", "\n", "— "):
+    assert without_citations("open source: [2]") == "open source" and without_citations("f(see) [1]") == "f(see)"
+    for piece in (": ", "(see ", " sources ", ", source: ", "\n", "— "):
         assert without_citations("[1]" + piece * 20_000 + "x").endswith("x")  # in linear time
