@@ -24,6 +24,8 @@ _NOUNS: Final = (  # a second determiner begins another noun: "a dog wearing a h
     r"|[\w-]+)"
 )
 _BE: Final = r"(?:is|are|was|were|be)"
+_OBJECT: Final = rf"(?:(?:an?|the) (?:{_QUALITY} )*[\w-]+|(?!one |1 ){_SMALL} (?:{_QUALITY} )*[\w-]+s)"
+_COUNTED: Final = rf"{_MANY} (?!(?:years?|dollars?|euros?|percent|km|m|miles?|met(?:er|re)s?|inches|feet)\b)[a-z]"
 _REST: Final = r"[^,.;:!?]*"
 """The rest of a clause, which is the scope of an operator without a plain form."""
 _PLAIN: Final = (
@@ -48,17 +50,15 @@ _PLAIN: Final = (
     (rf"\b(an?(?: {_QUALITY})*) ((?!single|dozen|\d{{4}}){_SMALL}) (?!(?:and|or|to|of|by|more|in|on)\b)(?=[a-z])", r"\1 \2-"),  # "a two story house"
     (rf"\b({_COLOUR})-and-({_COLOUR})\b", r"\1 and \2"),
     (rf",? all (?:of (?:them|which) )?(?={_COLOUR}\s*(?:[,.;]|$))", " that are "),  # "six roses, all red"
+    # Behind an object, "over" and "under" are a place: "a lamp over 20 cups". Elsewhere they are an amount: "a box holds over 20 cups".
+    (rf"\b({_OBJECT}) over (?={_COUNTED})", r"\1 above "),
+    (rf"\b({_OBJECT}) under (?={_COUNTED})", r"\1 below "),
 )  # fmt: skip
 _UNREAD: Final = (
     (
         rf"\b(?:at least|at most|(?:no|not) (?:more|fewer|less) than|more than|fewer than|less than|up to|about|roughly|approximately|"
-        rf"almost|nearly)\s+(?:an?\s+)?(?:{_SMALL}|{_MANY})\b",
+        rf"almost|nearly)\s+(?:an?\s+)?(?:{_SMALL}|{_MANY})\b|\b(?:over|around|under)\s+(?:an?\s+)?{_MANY}\b(?: of\b)?",
         "several",
-    ),
-    (  # behind a noun it is a place: "a lamp over 20 cups"
-        r"(^|[,.;:!?]\s+|\b(?:with|of|and|or|is|are|there|has|have|contains?|by|in|on|at|to|for|from|me|the|draw|show|paint|make|want|add|\w+ing)\s+)"
-        rf"(?:over|around|under)\s+(?:an?\s+)?{_MANY}\b(?: of\b)?",
-        r"\1several",
     ),
     (
         rf"\b(?:{_SMALL}|several)[ -]dozen\b|\b(?:an?|{_SMALL}|several)[ -](?:hundred|thousand|million)\b|\b{_TENS}[ -]{_SMALL}\b",

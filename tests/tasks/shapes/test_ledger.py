@@ -381,6 +381,38 @@ def test_both_readers_read_the_same(text: str, described: str, reader) -> None:
     assert describe(reader(text)) == described
 
 
+@pytest.mark.parametrize("reader", [read, understand])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "a box holds over 20 apples",
+        "a shelf that shows over 20 books",
+        "a forest where over 20 deer live",
+        "I see over 20 birds",
+        "a sign says over 100 sold",
+        "a shop with items under 20 dollars",
+        "a shirt under 20 dollars",
+        "children under 12",
+        "two boxes, one holds over 20 apples",
+    ],
+)
+def test_an_amount_is_no_place_and_stays_in_the_users_words(text: str, reader) -> None:
+    if reader is understand and parser() is None:
+        pytest.skip("spacy is not installed: pip install 'stretto[pictures]'")
+    ledger = reader(text)
+    assert ledger.unread == (text,) and not {each.kind for each in ledger.relations} & {"above", "below"}
+
+
+@pytest.mark.parametrize("reader", [read, understand])
+@pytest.mark.parametrize("text", ["a grey lamp over 20 cups", "two lamps over 20 cups"])
+def test_an_object_over_many_others_has_a_place(text: str, reader) -> None:
+    if reader is understand and parser() is None:
+        pytest.skip("spacy is not installed: pip install 'stretto[pictures]'")
+    ledger = reader(text)
+    assert [each.count for each in ledger.things][1:] == [20] and not ledger.unread
+    assert [each.kind for each in ledger.relations] == ["above"]
+
+
 def test_a_wall_that_is_painted_has_a_colour() -> None:
     if parser() is None:
         pytest.skip("spacy is not installed: pip install 'stretto[pictures]'")
