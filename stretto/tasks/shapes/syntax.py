@@ -174,6 +174,8 @@ class _SyntaxReader:
             elif any(child.dep_ == "pobj" for child in token.children):
                 self._read_place(token)
             elif token.dep_ == "quantmod" and token.i > 0 and (kind := _kind(self.doc[token.i : token.i + 1])):
+                if token.head.head.dep_ == "npadvmod":  # "is over 3 years old"
+                    continue
                 self._relate(self._over(self.doc[token.i - 1]), kind, self._listed(token.head.head))
         return self.request.ledger(Ledger(), self.things, self.relations, self.absent, self.medium, self.unread)
 
