@@ -52,9 +52,9 @@ _OF_VALUE = re.compile(
 """Words that may change the value of the number before them."""
 _RELATION = re.compile(
     r"[\s({]*(?:\\(?:displaystyle|left)\s*)?"
-    r"(?:\\(?:neq?|not(?:in)?|n?(?:[gl](?:e|t|eqq?|eqslant)|less|gtr)|[gl]neqq?|gg|ll)(?![a-z])|[≠≤≥<>≪≫])"
+    r"(?:\\(?:neq?|not(?:in)?|n?(?:[gl](?:e|t|eqq?|eqslant)|less|gtr)|[gl]neqq?|gg|ll)(?![a-z])|[≠≤≥>≪≫]|<(?!.*>))"
 )
-"""Beginning of an answer, without typography, that bounds a value or excludes it. math-verify reads ``\\neq 5`` as 5."""
+"""Beginning of an answer, without typography, that bounds a value or excludes it, and is no vector ``<1, 2>``. math-verify reads ``\\neq 5`` as 5."""
 _ROOT = re.compile(r"√\s*(?:\(([^()]*)\)|\{([^{}]*)\}|(\d+(?:\.\d+)?|[^\W\d_]))")
 _WORKINGS = re.compile(r"<<[^<>]*>>")
 """Calculator annotations in GSM8K's solutions."""

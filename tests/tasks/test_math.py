@@ -150,12 +150,17 @@ def test_a_bound_is_right_where_the_gold_is_one(source: MathSource, bound: str, 
     "text",
     [
         "(> 5)", "{\\ge 5}", "\\; > 5", "\\, \\ge 5", "\\(\\ge 5\\)", "\\[> 5\\]", "**> 5**", "\\displaystyle > 5", "\\left> 5\\right.",
-        "\\nleq 5", "\\ngeq 5", "\\geqq 5", "\\gneq 5", "\\notin 5", "\\geqslant 5", "=> 5",
+        "\\nleq 5", "\\ngeq 5", "\\geqq 5", "\\gneq 5", "\\notin 5", "\\geqslant 5", "=> 5", "< 5",
     ],
 )  # fmt: skip
 def test_a_bound_is_no_value_in_any_spelling(source: MathSource, text: str) -> None:
     problem = Problem.of(0, "", "5", "boxed", answer="5")
     assert not source.score(problem, Answer(f"\\boxed{{{text}}}")).ok
+
+
+def test_a_vector_in_angles_is_no_bound(source: MathSource) -> None:
+    problem = Problem.of(0, "", "<1,2>", "boxed", answer="\\langle 1,2 \\rangle")
+    assert source.score(problem, Answer("\\boxed{<1,2>}")).detail != "a bound, not a value"
 
 
 @pytest.mark.parametrize(
