@@ -425,6 +425,8 @@ def _wanted(error: ErrorDetails, tree: str) -> str:
         return tree
     if error["type"] in ("tuple_type", "list_type"):
         return "a list"
+    if error["type"] in ("bool_type", "bool_parsing"):
+        return "true or false"
     return error["msg"].removeprefix(f"{_INPUT} ").partition(", unable to parse")[0]
 
 

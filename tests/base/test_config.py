@@ -221,6 +221,12 @@ def test_seeds_and_bytes_are_no_counts() -> None:
     assert read.train.seed == 123456789012
 
 
+@pytest.mark.parametrize("value", ["maybe", 2])
+def test_a_switch_is_true_or_false(value: object) -> None:
+    with pytest.raises(UserError, match=r"elastic\.joint: must be true or false, is '?(maybe|2)'? \("):
+        read_recipe("small", PretrainRecipe, {"elastic.joint": value})
+
+
 @pytest.mark.parametrize(("name", "kind"), [("small", PretrainRecipe), ("rl_gym", RlRecipe)])
 @pytest.mark.parametrize(
     ("seed", "message"), [(2**64, "less than 18446744073709551616"), (-1, "greater than or equal to 0")]
