@@ -336,7 +336,7 @@ def _plan_pretrain(recipe: Recipe, empty: Plan, sweep: bool) -> Plan:
         layouts.append(own)
     is_elastic, on_gpu = elastic.sampler != "off", cluster.hardware.is_gpu
     taught = is_elastic and elastic.anchor_ce_weight < 1 and bool(elastic.anchors)
-    if _extra_forwards(elastic, False, taught):
+    if is_elastic:
         notes.insert(0, "Smaller Subnets are counted as the full network: an upper bound of their time.")
     tried = []
     for layout in layouts:

@@ -38,6 +38,12 @@ def test_the_sweep_is_at_least_as_fast_as_the_own_layout() -> None:
     assert [each.step_s for each in swept.predictions] == sorted(each.step_s for each in swept.predictions)
 
 
+@pytest.mark.parametrize("elastic", ["joint=true", "joint=false", "sampler='off'"])
+def test_a_plan_of_smaller_sizes_is_an_upper_bound(elastic: str) -> None:
+    notes = stretto.plan("small", "1xH100", settings=[f"elastic.{elastic}"]).notes
+    assert any("an upper bound of their time" in note for note in notes) == (elastic != "sampler='off'")
+
+
 def test_the_sweep_tries_the_own_layout_where_it_computes_padding() -> None:
     """6 accelerators do not divide 100 rows, and neither do 3."""
     rows = ["train.rows=100", "train.micro_batches=1"]
