@@ -133,7 +133,7 @@ def _compare_family(compared: _Comparisons) -> None:
     compared.add(text, *_cost(["ordinary", "continued"], "elastic"), form="{:.3f}")
     alone = [*(f"scratch-{size}" for size in SIZES), "ordinary"]
     compared.add(
-        f"{NUM_RANDOM} random Subnets − frontier of scratch networks",
+        f"{RANDOM} − frontier of scratch networks",
         ["elastic", *alone],
         lambda row: fmean(_over_frontier(row["elastic"], [row[arm] for arm in alone])),
         0.06,
@@ -155,7 +155,7 @@ def minus(arm: str, name: str, other: str, other_name: str = "full") -> Differen
 def _controls_table(rows: Sequence[Row]) -> Table:
     """Loss of every control minus that of our network of the same size, over the seeds that have both."""
     title = "loss of each control − ours of the same size, nats; above 0: ours is better"
-    shown = table(title, "control", "full", *SIZES, f"{NUM_RANDOM} random Subnets", "seeds")
+    shown = table(title, "control", "full", *SIZES, RANDOM, "seeds")
     for control, differences in _controls().items():
         found = {size: in_seeds(rows, *difference) for size, difference in differences.items()}
         if any(found.values()):
@@ -187,7 +187,7 @@ def _inside(arm: str) -> dict[str, Difference]:
 
     def random(row: Row) -> float:
         ours, theirs = row["elastic"]["report"], row[arm]["report"]
-        return fmean(theirs[name] - ours[name] for name in ours if name.startswith("random-"))
+        return fmean(theirs[name] - ours[name] for name in _randoms(ours))
 
     return {size: minus(arm, size, "elastic", size) for size in ("full", *SIZES)} | {RANDOM: ((arm, "elastic"), random)}
 
@@ -230,13 +230,16 @@ def _over_frontier(elastic: Mapping[str, Any], alone: Sequence[Mapping[str, Any]
     """Loss of every random Subnet minus that of a network trained ``alone`` with its FLOPs per token, interpolated over log FLOPs."""
     points = sorted((math.log(each["token_flops"]["full"]), each["report"]["full"]) for each in alone)
     at, losses = zip(*points, strict=True)
-    names = [name for name in elastic["report"] if name.startswith("random-")]
-    return [
-        elastic["report"][name] - float(np.interp(math.log(elastic["token_flops"][name]), at, losses)) for name in names
-    ]
+    report, flops = elastic["report"], elastic["token_flops"]
+    return [report[name] - float(np.interp(math.log(flops[name]), at, losses)) for name in _randoms(report)]
 
 
 def _num_not_worse(ernie: str, row: Row) -> int:
     """Number of random Subnets in which the arm ``ernie`` has a loss as low as ours or lower."""
     ours, theirs = row["elastic"]["report"], row[ernie]["report"]
-    return sum(theirs[name] <= ours[name] for name in ours if name.startswith("random-"))
+    return sum(theirs[name] <= ours[name] for name in _randoms(ours))
+
+
+def _randoms(report: Mapping[str, float]) -> list[str]:
+    """Names of the random Subnets in the losses of a network."""
+    return [name for name in report if name.startswith("random-")]

@@ -23,6 +23,7 @@ from bench.common.rate_search import search, searched_before
 from bench.common.study import RESULT, Results, Run, _do, carry_out, is_record, without_lost, write_record
 from bench.common.study_picture import draw
 from bench.common.study_runs import NUM_RANDOM, Trunk, shared_share, train
+from stretto.base import track
 from stretto.base.config import read_recipe
 from stretto.base.errors import UserError
 from stretto.base.paths import replacing
@@ -81,7 +82,11 @@ def test_a_record_has_the_verdicts_of_the_aims(gap: float, missed: int, tmp_path
     assert len(failures) == missed, failures
 
 
-def test_a_comparison_has_the_seeds_that_have_its_arms(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_comparison_has_the_seeds_that_have_its_arms(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    monkeypatch.setattr(track, "PIPE_COLUMNS", 200)  # no cell is wrapped
     found = results(0.025)
     for arm in ("ernie", "ernie+", "heal-emo-half", "experts-elastic", "criteria"):
         del found[f"{arm}-1"]
