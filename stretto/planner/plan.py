@@ -329,8 +329,10 @@ def _plan_pretrain(recipe: Recipe, empty: Plan, sweep: bool) -> Plan:
     """``empty`` with the recipe's own layout on all accelerators, and (``sweep``) with all that divide."""
     train, elastic, config, cluster = recipe.train, recipe.elastic, empty.network, empty.cluster
     own = Layout(cluster.num, train.ep, train.micro_rows, train.micro_batches, train.recompute)
-    layouts, notes = list(_pretrain_layouts(config, train.rows, cluster.num)) if sweep else [], [*empty.notes]
-    if not sweep:
+    layouts, notes = list[Layout](), [*empty.notes]
+    if sweep:
+        layouts += _pretrain_layouts(config, train.rows, cluster.num)
+    else:
         _check(own, config, cluster)
     if own not in layouts and _why_undivided(config, own.ranks, own.ep) is None:
         layouts.append(own)

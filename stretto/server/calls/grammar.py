@@ -210,7 +210,7 @@ def _check_expressible(dialect: Dialect, name: str, schema: Schema) -> None:
     """Raises `UserError` for what a call of the tool ``name`` in a format without JSON cannot follow or name."""
     several = ways(schema, schema)
     for way in several:
-        if unknown := sorted(name for name in way.keys() & _UNSUPPORTED if not _always_holds(way, name)):
+        if unknown := sorted(word for word in way.keys() & _UNSUPPORTED if not _always_holds(way, word)):
             problem = f"cannot enforce {unknown[0]} at the top of the parameters of {name}; remove it"
             raise UserError(f"tools: this model's format of calls {problem}")
     names = dict.fromkeys(key for way in several for key in properties(way))
@@ -219,9 +219,9 @@ def _check_expressible(dialect: Dialect, name: str, schema: Schema) -> None:
         raise UserError(f"tools: this model's format of calls {problem}")
 
 
-def _always_holds(way: Schema, name: str) -> bool:
-    """Whether all arguments that the grammar of ``way`` allows follow its keyword ``name``, one of `_UNSUPPORTED`."""
-    match name, way[name]:
+def _always_holds(way: Schema, keyword: str) -> bool:
+    """Whether all arguments that the grammar of ``way`` allows follow its ``keyword``, one of `_UNSUPPORTED`."""
+    match keyword, way[keyword]:
         case "minProperties", int(least):
             return least <= len(properties(way).keys() & required(way))
         case "propertyNames", names:
