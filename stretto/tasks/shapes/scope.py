@@ -66,7 +66,8 @@ _UNREAD: Final = (
     ),
     (rf"\b{_SMALL}\s+(?:or|to)\s+{_SMALL}\b(?=\s+[a-z])|\b\d+\s*[-–]\s*\d+\b(?=\s+[a-z])", "several"),
     (r"\b(?:more|fewer|less) ([\w\s-]+?) than (?=\w+s\b)|\b(?:\w+ )?as (?:many|much) ([\w\s-]+?) as\b", r"some \1\2 and some "),
-    (rf"\b(?:either )?{_QUALITY}(?:(?:,|,? or) {_QUALITY})*,? or {_QUALITY}\b", ""),
+    # without the bound, a long list that ends in no "or" takes quadratic time
+    (rf"\b(?:either )?{_QUALITY}(?:(?:,|,? or) {_QUALITY}){{0,30}},? or {_QUALITY}\b", ""),
     (rf"\bmore or less |\b{_SMALL} by {_SMALL} (?=[a-z])", ""),
     (rf",? ?\b(?:no|without)(?: [\w-]+){{1,3}}(?:, [\w-]+(?: [\w-]+)?){{1,5}},? or\b{_REST}", ""),
     (rf"^(?=.* or )(?!.*\b(?:no|nor|without|whether)\b.* or )(.*?)(?:\b\w+ing )?\b{_NOUNS}(?:, {_NOUNS}){{0,5}},? or \b.*?(?=[.;:!?]|$)", r"\1"),
