@@ -35,10 +35,11 @@ _BUILTIN = Path(__file__).with_name("builtin.jsonl")
 """A few problems, enough to try a run without a download."""
 _FENCED = re.compile(
     r"```[^\n`]++```|(?<!`)(?P<fence>`{3,}+)(?P<info>[^\n`]*+)\n(?P<code>.*?)"
-    r"(?:^[ \t]*+(?P=fence)`*+(?!\S)|(?=^[ \t]*+(?P=fence)[^\s`])|\Z)",
+    r"(?:^[ \t]*+(?P=fence)`*+(?!\S)|(?=^[ \t]*+(?P=fence)[^\s`])|(?P=fence)\s*+\Z|\Z)",
     re.DOTALL | re.MULTILINE,
 )
-"""Code within a line, which has no group, or a block in fences, which may end where the next one begins."""
+"""Code within a line, which has no group, or a block in fences, which may end where the next one begins. The last fence of an answer may
+stand behind the last statement."""
 _PYTHON = re.compile(r"py(?:thon)?[\d.]*", re.IGNORECASE)
 _CALLED = re.compile(r"\b([^\W\d]\w*)\(")
 """A name that a test calls."""

@@ -43,6 +43,7 @@ def test_every_problem_that_comes_with_the_package_validates(source: CodeSource)
         ("```c\nint x;\n```", "int x;\n", True),
         ("First:\n```python\nx = 1\nThen:\n```python\nx = 2\n```", "x = 2\n", True),
         ("1. So:\n   ```python\n   if x:\n       y = 1\n   ```\n", "if x:\n    y = 1\n", True),
+        ("```python\nx = 1```\n", "x = 1", True),
         ("`" * 8000, "`" * 8000, False),
     ],
 )
