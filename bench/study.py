@@ -14,6 +14,7 @@ Arms, each trained with every seed:
 elastic      ours: anchors trained from half of the steps on, jointly with the full network (`bench/study.toml`)
 single       ours without joint passes: each pass trains one size, without a teacher, with the tokens of the elastic network (``single``)
              and with its FLOPs (``single+``)
+grown        one size a pass, from the first step on, and the smaller sizes more often at first (``grown``, ``grown+``)
 ernie        the sampler that ERNIE 5.0 published, with the tokens of the elastic network (``ernie``) and with its FLOPs (``ernie+``)
 emo          an ordinary network whose documents each use a pool of experts (EMO, 2605.06663)
 ordinary     an ordinary network, with the tokens of the elastic one (``ordinary``) and with its FLOPs (``ordinary+``)
@@ -69,7 +70,7 @@ from bench.common.study_runs import (
     shared_share,
     train,
 )
-from bench.common.study_tables import MAXIMUM, SIZES, marginal_flops, mutant_misses, print_tables
+from bench.common.study_tables import MAXIMUM, ONE_SIZE, SIZES, marginal_flops, mutant_misses, print_tables
 from stretto.base.config import read_recipe
 from stretto.base.track import wide_console
 from stretto.data.demo_text import demo_documents
@@ -96,14 +97,25 @@ HEAL_SHARE = 0.06
 """FLOPs of healing, as a share of the scratch control's."""
 BRANCHES = ("elastic", "ordinary+")
 """Arms whose first steps are those of the ordinary network with the same seed and rate, and are not trained again."""
-TRAINED = (*MAXIMUM, "single", *(f"scratch-{size}" for size in SIZES))
+TRAINED = (*MAXIMUM, *ONE_SIZE, *(f"scratch-{size}" for size in SIZES))
 SEARCHED = (*TRAINED, "continued")
 """Arms whose rates are searched."""
-LONGER = ("ordinary", "single", "ernie")
+SCHEDULES: Mapping[str, Mapping[str, Any]] = {
+    "single": {"joint": False, "anchor_ce_weight": 1.0},
+    "grown": {
+        "joint": False, "anchor_ce_weight": 1.0, "starts_at": 0.0, "ramp_fraction": 0.0, "early_factor": 2.0, "early_until": 0.5,
+        "rank_layers_at": (), "rank_experts_at": (),
+    },
+    "ernie": {
+        "sampler": "ernie", "joint": False, "starts_at": 0.0, "ramp_fraction": 0.1, "rank_layers_at": (), "rank_experts_at": (),
+    },
+}  # fmt: skip
+"""What other schedules of the smaller sizes change in the recipe's [elastic], by arm."""
+LONGER = ("ordinary", *SCHEDULES)
 """Arms that are trained once more with the FLOPs of ``elastic``, under their names with a ``+``."""
 ARMS = (
     *MAXIMUM,
-    "single",
+    *ONE_SIZE,
     *(f"{arm}+" for arm in LONGER),
     "scratch",
     "continued",
@@ -228,12 +240,8 @@ class Study(Arms):
             )
         if arm.startswith("ordinary") or arm == "emo" or (arm == "elastic" and self.mutant == "no-anchors"):
             elastic = ElasticConfig(sampler="off", anchors=elastic.anchors, anchor_share=0.0)
-        elif arm.startswith("single"):
-            elastic = elastic.replace(joint=False, anchor_ce_weight=1.0)
-        elif arm.startswith("ernie"):
-            elastic = elastic.replace(
-                sampler="ernie", joint=False, starts_at=0.0, ramp_fraction=0.1, rank_layers_at=(), rank_experts_at=()
-            )
+        else:
+            elastic = elastic.replace(**SCHEDULES.get(arm.removesuffix("+"), {}))
         return recipe.replace(elastic=elastic, train=train, optim=optim)
 
     def runs(self, results: Results) -> list[Run]:
@@ -241,7 +249,7 @@ class Study(Arms):
         runs, first = [], self.seeds[0]
         for arm in TRAINED:
             # the longer run of this arm needs no run of as many tokens
-            if not (self.wants(arm) or (arm == "single" and self.wants("single+"))):
+            if not (self.wants(arm) or (arm in ONE_SIZE and self.wants(f"{arm}+"))):
                 continue
             for candidate in search(arm, self.rates, results)[0]:
                 recipe = self.recipe_of(arm, candidate, first, SEARCH_SHARE)
@@ -304,8 +312,8 @@ class Study(Arms):
             rate, longer = self.rate(arm, results), f"{arm}+"
             if rate is None or elastic is None:
                 continue
-            # the search of ``single`` tells how many FLOPs a token takes, so that its longer run needs no run of as many tokens
-            done = results.get(search_run(arm, rate) if arm == "single" else self.name(arm, seed))
+            # the search of these arms tells how many FLOPs a token takes, so that the longer run needs no run of as many tokens
+            done = results.get(search_run(arm, rate) if arm in ONE_SIZE else self.name(arm, seed))
             if done is None:
                 continue
             flops = done["flops"] * elastic["tokens"] / done["tokens"]
@@ -413,7 +421,7 @@ def own_text(out: Path, recipe: Recipe) -> Path:
 
 def rows_of(study: Arms, results: Results) -> tuple[list[Row], list[str]]:
     """Results of the reported seeds, and the names of the runs that are missing."""
-    arms = [*MAXIMUM, "single", *(f"{arm}+" for arm in LONGER), *PARTS_OF_ARMS]
+    arms = [*MAXIMUM, *ONE_SIZE, *(f"{arm}+" for arm in LONGER), *PARTS_OF_ARMS]
     arms += [*(f"experts-{arm}" for arm in MAXIMUM), "criteria", *(["continued"] if not study.mutant else [])]
     rows: list[Row] = [
         {arm: found for arm in arms if (found := results.get(study.name(arm, seed))) is not None}

@@ -21,6 +21,8 @@ SIZES = {"large": (1.0, 2 / 3), "half": (7 / 8, 1 / 2), "corner": (3 / 4, 1 / 3)
 """Trained sizes: share of the layers; share of the experts and of top-k."""
 MAXIMUM = ("elastic", "ernie", "ordinary", "emo")
 """Arms that train the maximum network."""
+ONE_SIZE = {"single": "one size a pass", "grown": "smaller sizes first"}
+"""Arms that train one size a pass, and their titles."""
 EQUAL_TOKENS_AIM, EQUAL_FLOPS_AIM = 0.02, 0.03
 """Largest mean loss of the elastic network's full size minus that of an ordinary network, nats per token."""
 ZERO_SHOT_AIM, HEALED_AIM = 0.03, 0.0
@@ -101,15 +103,18 @@ def _compare_full(compared: _Comparisons) -> None:
     add("elastic full − ordinary, equal tokens", *minus("elastic", "full", "ordinary"), EQUAL_TOKENS_AIM)
     add("elastic full − ordinary, equal FLOPs", *minus("elastic", "full", "ordinary+"), EQUAL_FLOPS_AIM)
     add("FLOPs of elastic / ordinary", *_cost(["elastic"], "ordinary"), form="{:.3f}")
-    add("one size a pass, full − ordinary, equal tokens", *minus("single", "full", "ordinary"))
-    add("one size a pass, full − ordinary, equal FLOPs", *minus("single+", "full", "ordinary+"))
-    add("FLOPs of one size a pass / elastic, equal tokens", *_cost(["single"], "elastic"), form="{:.3f}")
-    add("FLOPs of one size a pass / elastic, equal FLOPs", *_cost(["single+"], "elastic"), form="{:.3f}")
+    for arm, title in ONE_SIZE.items():
+        add(f"{title}, full − ordinary, equal tokens", *minus(arm, "full", "ordinary"))
+        add(f"{title}, full − ordinary, equal FLOPs", *minus(f"{arm}+", "full", "ordinary+"))
+        add(f"FLOPs of {title} / elastic, equal tokens", *_cost([arm], "elastic"), form="{:.3f}")
+        add(f"FLOPs of {title} / elastic, equal FLOPs", *_cost([f"{arm}+"], "elastic"), form="{:.3f}")
 
 
 def _compare_size(compared: _Comparisons, size: str) -> None:
     add, scratch, healed = compared.add, f"scratch-{size}", f"heal-elastic-{size}"
     add(f"{size}, zero-shot − scratch", *minus("elastic", size, scratch), ZERO_SHOT_AIM)
+    for arm, title in ONE_SIZE.items():
+        add(f"{size}, {title}, equal FLOPs, zero-shot − scratch", *minus(f"{arm}+", size, scratch))
     add(f"{size}, healed − scratch", *minus(healed, "full", scratch), HEALED_AIM)
     add(f"{size}, healed − scratch at equal marginal FLOPs", *minus(healed, "full", f"marginal-{size}"), HEALED_AIM)
 
@@ -132,12 +137,10 @@ def _compare_family(compared: _Comparisons) -> None:
     text = "FLOPs of ordinary and making it elastic / elastic"
     compared.add(text, *_cost(["ordinary", "continued"], "elastic"), form="{:.3f}")
     alone = [*(f"scratch-{size}" for size in SIZES), "ordinary"]
-    compared.add(
-        f"{RANDOM} − frontier of scratch networks",
-        ["elastic", *alone],
-        lambda row: fmean(_over_frontier(row["elastic"], [row[arm] for arm in alone])),
-        0.06,
-    )
+    text = f"{RANDOM} − frontier of scratch networks"
+    compared.add(text, ["elastic", *alone], partial(_over_frontier, "elastic", alone), 0.06)
+    for arm, title in ONE_SIZE.items():
+        compared.add(f"{title}, equal FLOPs: {text}", [f"{arm}+", *alone], partial(_over_frontier, f"{arm}+", alone))
     for arm, equal in (("ernie", "tokens"), ("ernie+", "FLOPs")):
         text = f"random Subnets in which ernie is not worse than ours, equal {equal}"
         compared.add(text, ["elastic", arm], partial(_num_not_worse, arm), NUM_RANDOM - 8, "{:.1f}")
@@ -175,10 +178,10 @@ def _controls() -> dict[str, dict[str, Difference]]:
         "made elastic afterwards, equal FLOPs": afterwards,
         "ordinary; sizes cut, both healed": cut["ordinary"],
         "EMO; sizes cut, both healed": {"full": minus("emo", "full", "elastic"), **cut["emo"]},
-        "one size a pass, equal tokens": _inside("single"),
-        "one size a pass, equal FLOPs": _inside("single+"),
-        "ERNIE 5.0, equal tokens": _inside("ernie"),
-        "ERNIE 5.0, equal FLOPs": _inside("ernie+"),
+    } | {
+        f"{title}, equal {equal}": _inside(f"{arm}{plus}")
+        for arm, title in {**ONE_SIZE, "ernie": "ERNIE 5.0"}.items()
+        for equal, plus in (("tokens", ""), ("FLOPs", "+"))
     }
 
 
@@ -226,12 +229,13 @@ def marginal_flops(elastic: Mapping[str, Any], ordinary: Mapping[str, Any], heal
     return float((elastic["flops"] - ordinary["flops"]) / len(SIZES) + healed["flops"])
 
 
-def _over_frontier(elastic: Mapping[str, Any], alone: Sequence[Mapping[str, Any]]) -> list[float]:
-    """Loss of every random Subnet minus that of a network trained ``alone`` with its FLOPs per token, interpolated over log FLOPs."""
-    points = sorted((math.log(each["token_flops"]["full"]), each["report"]["full"]) for each in alone)
+def _over_frontier(elastic: str, alone: Sequence[str], row: Row) -> float:
+    """Mean loss of the random Subnets of the arm ``elastic`` minus those of networks trained ``alone`` with their FLOPs per token,
+    interpolated over log FLOPs."""
+    points = sorted((math.log(row[arm]["token_flops"]["full"]), row[arm]["report"]["full"]) for arm in alone)
     at, losses = zip(*points, strict=True)
-    report, flops = elastic["report"], elastic["token_flops"]
-    return [report[name] - float(np.interp(math.log(flops[name]), at, losses)) for name in _randoms(report)]
+    report, flops = row[elastic]["report"], row[elastic]["token_flops"]
+    return fmean(report[name] - float(np.interp(math.log(flops[name]), at, losses)) for name in _randoms(report))
 
 
 def _num_not_worse(ernie: str, row: Row) -> int:

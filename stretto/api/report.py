@@ -472,6 +472,6 @@ def _configured(elastic: MixtureConfig) -> dict[str, float]:
         return {}
     shares = {name: elastic.anchor_share * part for name, part in elastic.anchor_parts().items()}
     shares |= {"depth": elastic.depth_share, "top_k": elastic.top_k_share}
-    shares = {name: (1.0 - elastic.starts_at) * share for name, share in shares.items()}
+    shares = {name: elastic.mean_factor * share for name, share in shares.items()}
     shares["full"] = 1.0 if elastic.joint else 1.0 - sum(shares.values())
     return {name: share / sum(shares.values()) for name, share in shares.items()}

@@ -384,10 +384,10 @@ def _extra_forwards(elastic: ElasticConfig, recompute: bool, taught: bool) -> fl
     """Mean number of forward passes beside the trained one. A second trained pass counts as three, or four with ``recompute``."""
     if elastic.sampler == "off":
         return 0.0
-    share = 1 - elastic.starts_at
+    share = elastic.mean_factor
     if elastic.joint:
         smaller = elastic.anchor_share + elastic.depth_share + elastic.top_k_share + elastic.width_share
-        return share * min(1.0, smaller) * (4 if recompute else 3)
+        return min(1.0, share * min(1.0, smaller)) * (4 if recompute else 3)
     return share * elastic.anchor_share if taught else 0.0
 
 

@@ -48,6 +48,13 @@ class MixtureConfig(Config):
     """Share of the steps that train the full network alone, before the mixture starts."""
     ramp_fraction: float = Field(default=0.0, ge=0, le=1)
     """Share of the steps, after ``starts_at``, over which the mixture grows from the full network alone to the shares above."""
+    early_factor: float = Field(default=1.0, ge=1)
+    """Factor on all shares above at the first step; from there it falls linearly to 1. A pass of a smaller size costs less than one of the
+    full network and, in the first steps, teaches the shared weights nearly as much. Not together with ``starts_at`` or ``ramp_fraction``,
+    which begin with the full network.
+    """
+    early_until: float = Field(default=0.5, gt=0, le=1)
+    """Share of the steps after which ``early_factor`` has no effect."""
     balance_rate: float = Field(default=1e-3, ge=0)
     """Step size of the balance bias, in units of the selection score."""
     balance_final_rate: float = Field(default=1e-4, ge=0)
@@ -64,6 +71,12 @@ class MixtureConfig(Config):
         total = self.anchor_share + self.depth_share + self.top_k_share
         if total > 1:
             raise ValueError(f"anchor_share + depth_share + top_k_share is {total:g}; at most 1")
+        if self.early_factor > 1 and (self.starts_at or self.ramp_fraction or self.sampler == "ernie"):
+            raise ValueError("early_factor: needs the sampler anchored, starts_at = 0 and ramp_fraction = 0")
+        if self.early_factor * max(total, self.width_share) > 1:
+            raise ValueError(
+                f"early_factor {self.early_factor:g} times the shares exceeds 1; choose smaller shares or a smaller factor"
+            )
         if "full" in self.anchors:
             raise ValueError("anchors.full: 'full' is the name of the full network; choose another name")
         unknown = next((name for name in self.anchor_weights if self.anchors and name not in self.anchors), None)
@@ -72,6 +85,11 @@ class MixtureConfig(Config):
                 f"anchor_weights.{unknown}: no anchor has this name; name one of {', '.join(self.anchors)}"
             )
         return self
+
+    @property
+    def mean_factor(self) -> float:
+        """Factor on the shares, averaged over all steps. The ramp counts as if it were over."""
+        return 1.0 - self.starts_at + (self.early_factor - 1.0) * self.early_until / 2
 
     def anchor_parts(self) -> dict[str, float]:
         """Part of ``anchor_share`` by anchor; the parts sum to 1."""

@@ -73,9 +73,13 @@ class Sampler:
         return self._stratified((offset + number * GOLDEN_RATIO) % 1.0, rng, strength)
 
     def _strength(self, step: int) -> float:
-        """Factor in [0, 1] on the shares of the mixture at ``step``."""
-        done = step - round(self.elastic.starts_at * self.num_steps)
-        ramp_steps = self.elastic.ramp_fraction * self.num_steps
+        """Factor on the shares of the mixture at ``step``: at most 1, or ``early_factor``."""
+        elastic = self.elastic
+        if elastic.early_factor > 1:
+            left = max(0.0, 1.0 - step / (elastic.early_until * self.num_steps))
+            return 1.0 + (elastic.early_factor - 1.0) * left
+        done = step - round(elastic.starts_at * self.num_steps)
+        ramp_steps = elastic.ramp_fraction * self.num_steps
         if done < 0:
             return 0.0
         return min(1.0, (done + 1) / ramp_steps) if ramp_steps > 0 else 1.0

@@ -217,6 +217,32 @@ def test_the_ramp_rises_by_equal_steps_to_its_end() -> None:
     assert strengths == pytest.approx([0.0, 1 / 200, 100 / 200, 199 / 200, 1.0, 1.0])
 
 
+def test_early_steps_train_smaller_sizes_more_often() -> None:
+    early, plain = sampler(steps=400, early_factor=2.0, early_until=0.5), sampler(steps=400)
+    assert [early._strength(step) for step in (0, 50, 100, 199, 200, 399)] == [2.0, 1.75, 1.5, 1.005, 1.0, 1.0]
+    drawn, usual = kinds(early, 0, 200), kinds(plain, 0, 200)
+    for name in ("corner", "small", "depth", "top_k"):
+        assert drawn[name] == pytest.approx(1.5 * usual[name], rel=0.1), name
+    assert narrow_rows(early, 0, 200) == pytest.approx(1.5 * narrow_rows(plain, 0, 200), rel=0.1)
+    assert early.elastic.mean_factor == 1.25
+    for step in range(200, 230):
+        assert all(same(*pair) for pair in zip(early.draw(step), plain.draw(step), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"early_factor": 2.0, "starts_at": 0.1}, "early_factor: needs the sampler anchored, starts_at = 0"),
+        ({"early_factor": 2.0, "ramp_fraction": 0.1}, "and ramp_fraction = 0"),
+        ({"early_factor": 2.0, "sampler": "ernie"}, "needs the sampler anchored"),
+        ({"early_factor": 3.0}, "early_factor 3 times the shares exceeds 1"),
+    ],
+)
+def test_early_factors_that_no_run_could_follow_are_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        sampler(**changes)
+
+
 def test_the_ramp_meets_its_integral() -> None:
     """Over the whole ramp half of every share was drawn."""
     ramped = sampler(steps=400, ramp_fraction=1.0)
