@@ -9,6 +9,7 @@ Shape letters: S matrices in a stack, M rows, N columns.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -22,6 +23,9 @@ from stretto.ops.master import split_parameter
 from stretto.ops.shards import is_shard
 from stretto.optim.compact import CompactAdamW
 from stretto.optim.schedule import OptimConfig
+
+_OF_ROUTER = re.compile(r".*\.mlp\.(parametrizations\.)?gate(_bias)?(\..+)?")
+"""Names of the parameters of a router: its matrix, its bias, and adapters of the matrix."""
 
 
 def build_optimizers(config: OptimConfig, model: nn.Module, seed: int = 0) -> tuple[Optimizer, ...]:
@@ -41,7 +45,7 @@ def build_optimizers(config: OptimConfig, model: nn.Module, seed: int = 0) -> tu
             hidden.append(parameter)
             continue
         decay = 0.0 if parameter.dim() < 2 or name.endswith("bias") else config.weight_decay
-        factor = config.router_lr_factor if name.endswith("mlp.gate") else 1.0
+        factor = config.router_lr_factor if _OF_ROUTER.fullmatch(name) else 1.0
         mesh = getattr(parameter, "device_mesh", None)
         rest.setdefault((decay, factor, mesh), []).append(parameter)
     groups: list[dict[str, Any]] = [
@@ -83,7 +87,9 @@ def set_learning_rate(optimizers: Iterable[Optimizer], rate: float) -> None:
 
 def _is_hidden_matrix(name: str, parameter: nn.Parameter) -> bool:
     """Whether Muon may update a parameter: matrices of blocks, experts included, but not embeddings, heads, routers and biases."""
-    return parameter.dim() >= 2 and name.startswith("blocks.") and not name.endswith(("mlp.gate", "bias"))
+    if parameter.dim() < 2 or not name.startswith("blocks."):
+        return False
+    return not name.endswith("bias") and _OF_ROUTER.fullmatch(name) is None
 
 
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)

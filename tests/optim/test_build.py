@@ -36,7 +36,8 @@ def groups_of(model: nn.Module, optimizers: tuple[Optimizer, ...]) -> dict[str, 
         for group in optimizer.param_groups
         for parameter in group["params"]
     ]
-    assert sorted(name for name, _ in found) == sorted(names.values())
+    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    assert sorted(name for name, _ in found) == sorted(trained)
     return dict(found)
 
 
@@ -63,6 +64,22 @@ def test_routers_have_a_rate_of_their_own(name: str) -> None:
         optimizer.step()
     kept = {each for each, _ in model.named_parameters() if torch.equal(model.state_dict()[each], before[each])}
     assert kept == {"blocks.0.mlp.gate", "blocks.2.mlp.gate"}
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_the_rate_of_routers_is_also_that_of_their_biases_and_adapters(name: str) -> None:
+    config = OptimConfig.model_validate({"name": name, "lr": 1e-3, "router_lr_factor": 0.0})
+    biased = network(router_bias=True)
+    adapted = network()
+    add_adapters(adapted, "glm4_moe", LoraConfig(rank=2, targets=("attention", "router", "experts")), seed=0)
+    for model, fixed in (
+        (biased, {"gate", "gate_bias"}),
+        (adapted, {f"parametrizations.gate.0.{each}.0" for each in "ab"}),
+    ):
+        trained = groups_of(model, build_optimizers(config, model))
+        found = {each for each, group in trained.items() if group["lr_factor"] == 0.0}
+        assert found == {f"blocks.{layer}.mlp.{each}" for layer in (0, 2) for each in fixed}
+        assert {trained[each]["kind"] for each in found} == {"AdamW"}
 
 
 def test_muon_alone_trains_adapters() -> None:
