@@ -11,7 +11,8 @@ tensor minus the base's, w the parent's weight:
 - ``dare-ties``: as ``dare``, with the sign vote of ``ties``, without division by Σ w.
 - ``slerp``: point at the share ``t`` of the arc between two parents; linear interpolation if they are nearly parallel.
 
-Balance biases are averaged in every method: they are not trained by gradients, so magnitudes and signs have no meaning for them.
+Balance biases are averaged in every method: they are not trained by gradients, so magnitudes and signs have no meaning for them. The mean
+has the parents' weights, where negative ones count as 0, or 1 − t and t.
 """
 
 from __future__ import annotations
@@ -86,7 +87,7 @@ class MergeOptions(Config):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if self.weights and self.method in ("average", "ties") and sum(self.weights) == 0:
+        if self.weights and self.method in ("average", "ties") and math.isclose(sum(self.weights), 0.0, abs_tol=_TINY):
             raise ValueError(f"weights {list(self.weights)} sum to 0, and {self.method} divides by the sum")
         if self.weights and self.method == "slerp":
             raise ValueError("weights: slerp has none; give t, the position between the two parents")
@@ -226,7 +227,7 @@ class MergedState(Mapping[str, Tensor]):
         if self._options.method == "average":
             return average(tensors, self._weights)
         if name.endswith(".bias_WE"):  # selection biases of the routers, which no method adds
-            return average(tensors, self._weights if sum(self._weights) else (1.0,) * len(tensors))
+            return average(tensors, self._bias_weights())
         result = torch.full_like(tensors[0], torch.nan)
         base = self._base[name]
         for place, part in enumerate(self._parts[name]):
@@ -237,6 +238,13 @@ class MergedState(Mapping[str, Tensor]):
                 draw = torch.Generator().manual_seed(crc32(f"{self._options.seed}/{name}/{place}".encode()))
                 result[part] = add_differences(base[part], pieces, self._weights, self._options, draw)
         return result
+
+    def _bias_weights(self) -> Sequence[float]:
+        """Weights of the parents' balance biases. A parent that is subtracted has none; 1 each where no parent is added."""
+        if self._options.method == "slerp":
+            return 1.0 - self._options.t, self._options.t
+        added = [max(0.0, weight) for weight in self._weights]
+        return added if any(added) else [1.0] * len(added)
 
 
 def average(tensors: Sequence[Tensor], weights: Sequence[float]) -> Tensor:

@@ -73,8 +73,12 @@ def test_every_stored_tensor_is_merged_by_itself(tmp_path: Path, name: str, meth
     start, others, found = files(base), [files(parent) for parent in parents], files(tmp_path / "out")
     assert found.keys() == start.keys()
     for key, tensor in found.items():
-        rule = "average" if key.endswith("e_score_correction_bias") else method
-        expected = reference(rule, start[key], [other[key] for other in others], options)
+        pieces = [other[key] for other in others]
+        if key.endswith("e_score_correction_bias"):
+            shares = MergeOptions(method="average", weights=weights or (0.7, 0.3))
+            expected = reference("average", start[key], pieces, shares)
+        else:
+            expected = reference(method, start[key], pieces, options)
         np.testing.assert_allclose(tensor.double().numpy(), expected, atol=ROUNDING, err_msg=key)
 
 
@@ -91,9 +95,12 @@ def test_biases_of_every_width_are_means_and_the_rest_is_the_bases(tmp_path: Pat
         assert len(states[0][key]) == 4
         mean = torch.stack([state[key] for state in states]).mean(0)
         torch.testing.assert_close(after.model.state_dict()[key], mean)
-    less = MergeOptions(method="task-arithmetic", weights=(1.0, -1.0, 0.0))
-    merge(parents, base, tmp_path / "less", less)
-    torch.testing.assert_close(read_checkpoint(tmp_path / "less").model.state_dict()[key], mean)
+    for place, (weights, meant) in enumerate(
+        {(1.0, -0.9, 1.0): (states[0][key] + states[2][key]) / 2, (0.0, -1.0, 0.0): mean}.items()
+    ):
+        out = tmp_path / str(place)
+        merge(parents, base, out, MergeOptions(method="task-arithmetic", weights=weights))
+        torch.testing.assert_close(read_checkpoint(out).model.state_dict()[key], meant)
 
 
 def test_lineage_and_cost(tmp_path: Path) -> None:
@@ -181,7 +188,7 @@ def test_what_cannot_be_merged_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="finite"):
         MergeOptions(method="average", weights=(1.0, float("nan")))
     with pytest.raises(ValueError, match="sum to 0"):
-        MergeOptions(method="average", weights=(1.0, -1.0))
+        MergeOptions(method="average", weights=(0.1, 0.2, -0.3))
     with pytest.raises(ValueError, match="slerp has none; give t"):
         MergeOptions(method="slerp", weights=(0.3, 0.7))
     orders = tuple(tuple(range(8)) for _ in range(2))
