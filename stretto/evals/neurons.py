@@ -111,8 +111,12 @@ def plan_layer(layer: int, gate_up_FD: Tensor, down_DW: Tensor, x_ND: Tensor | N
     """The plan of one layer from its weights and, if available, its inputs ``x_ND`` on text; any float dtype.
 
     Without inputs, neurons are divided by their weights and the router prefers the same experts for every token; the router of copies is
-    random.
+    random. Raises `UserError`: weights or inputs are not finite.
     """
+    if not all(each.isfinite().all() for each in (gate_up_FD, down_DW, x_ND) if each is not None):
+        raise UserError(
+            f"layer {layer}: its feed-forward network or that network's inputs hold numbers that are not finite; download the checkpoint again"
+        )
     generator = torch.Generator().manual_seed(how.seed * 65_537 + layer)
     gate_up_FD, down_DW = gate_up_FD.float(), down_DW.float()
     if how.method == "copy":
@@ -224,7 +228,8 @@ def fit_router(x_ND: Tensor, worth_NE: Tensor, scale: float) -> tuple[Tensor, Te
         centred_ND = part_ND.float() - mean_D
         squares_DD += (centred_ND.T @ centred_ND).double()
         products_DE += (centred_ND.T @ (part_NE - mean_E)).double()
-    squares_DD.diagonal().add_(RIDGE * squares_DD.diagonal().mean())
+    ridge = RIDGE * squares_DD.diagonal().mean()
+    squares_DD.diagonal().add_(ridge.clamp_min(torch.finfo(torch.float32).tiny))  # 0 where all inputs are equal
     gate_ED = torch.linalg.solve(squares_DD, products_DE).T.float()
     bias_E = mean_E - gate_ED @ mean_D
     spread = torch.cat([part_ND.float() @ gate_ED.T + bias_E for part_ND in x_ND.split(TOKENS_AT_ONCE)]).std()

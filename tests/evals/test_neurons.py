@@ -97,6 +97,19 @@ def test_a_router_is_the_ridge_regression_written_out() -> None:
     assert float((x_ND @ gate_ED.T + 4 * bias_E).std()) == pytest.approx(1e-3, rel=1e-3)
 
 
+@pytest.mark.parametrize("method", ["split", "copy"])
+def test_equal_inputs_are_planned_and_those_that_are_not_finite_are_refused(method: str) -> None:
+    """A norm of zeros, as pruned layers have, makes all inputs of a layer zero."""
+    how = Upcycling(method=method, experts=4, top_k=2)
+    gate_up_FD, down_DW = (torch.randn(shape, generator=generator()) for shape in ((64, 8), (8, 32)))
+    plan = plan_layer(3, gate_up_FD, down_DW, torch.zeros(40, 8), how)
+    assert not plan.gate_ED.any() and plan.bias_E.isfinite().all()
+    broken_FD = gate_up_FD.index_fill(0, torch.tensor([5]), torch.nan)
+    for weights_FD, x_ND in ((gate_up_FD, torch.full((40, 8), torch.inf)), (broken_FD, None)):
+        with pytest.raises(UserError, match=r"layer 3: .* not finite; download"):
+            plan_layer(3, weights_FD, down_DW, x_ND, how)
+
+
 def dense_model() -> Transformer:
     config = ModelConfig(
         vocab_size=VOCAB, hidden_size=24, num_layers=5, num_heads=4, num_kv_heads=2, head_dim=6, num_experts=1, top_k=1,
