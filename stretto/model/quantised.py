@@ -168,11 +168,18 @@ class Dequantised:
                 self.path(name), name + CODES, f"{columns} columns for {shape[1]} inputs are not codes of 4 or 8 bits"
             )
         self._compare(name + CODES, (shape[0], shape[1] * bits // 32))
-        num_groups = self._inner.stored_as(name + SCALES)[1][-1]
+        scale_dtype, scale_shape = self._inner.stored_as(name + SCALES)
+        if scale_dtype is None or not scale_dtype.is_floating_point or len(scale_shape) != 2:
+            raise damaged(
+                self.path(name), name + SCALES, f"{scale_dtype} of shape {list(scale_shape)} is not a matrix of scales"
+            )
+        num_groups = scale_shape[1]
         if num_groups < 1 or shape[1] % num_groups:
             raise damaged(self.path(name), name + SCALES, f"{num_groups} groups do not divide {shape[1]} inputs")
         self._compare(name + SCALES, (shape[0], num_groups))
         if name + ZEROS in self._inner.names:
+            if (zero_dtype := self._inner.stored_as(name + ZEROS)[0]) != torch.int32:
+                raise damaged(self.path(name), name + ZEROS, f"{zero_dtype} in place of zeros packed in int32")
             self._compare(name + ZEROS, (-(-shape[0] * bits // 32), num_groups))
 
     def check(self, name: str, shape: tuple[int, ...]) -> None:

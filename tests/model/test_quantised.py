@@ -168,6 +168,9 @@ def test_scales_that_are_missing_or_do_not_fit_are_one_line(damage: str, tmp_pat
     assert "\n" not in str(caught.value)
 
 
+PACKED = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
+
+
 @pytest.mark.parametrize(
     ("told", "message"),
     [
@@ -188,6 +191,9 @@ def test_scales_that_are_missing_or_do_not_fit_are_one_line(damage: str, tmp_pat
         ),
         ({"quant_method": "fp8", "weight_block_size": [128]}, r"a block of \[128\] is not two whole numbers"),
         ("gptq", "'gptq' cannot be read"),
+        ({**PACKED, "config_groups": [1]}, "config_groups: not an object; the file is damaged"),
+        ({**PACKED, "config_groups": {"a": 4}}, "config_groups.a: not an object with weights; the file is damaged"),
+        ({**PACKED, "config_groups": {"a": {"weights": [4]}}}, "config_groups.a: not an object with weights"),
     ],
 )
 def test_other_quantisations_are_refused_by_name(told: Any, message: str) -> None:

@@ -162,6 +162,18 @@ DAMAGE: dict[str, tuple[Callable[[dict[str, torch.Tensor]], Any], str]] = {
         lambda tensors: tensors.update({SCALES: torch.ones(300, 5)}),
         r"lm_head\.weight_scale: 5 groups do not divide 64 inputs",
     ),
+    "one scale": (
+        lambda tensors: tensors.update({SCALES: torch.ones(())}),
+        r"lm_head\.weight_scale: torch\.float32 of shape \[\] is not a matrix of scales",
+    ),
+    "scales of another dtype": (
+        lambda tensors: tensors.update({SCALES: tensors[SCALES].int()}),
+        r"lm_head\.weight_scale: torch\.int32 of shape \[300, 2\] is not a matrix of scales",
+    ),
+    "zeros of another dtype": (
+        lambda tensors: tensors.update({"lm_head.weight_zero_point": torch.zeros(75, 2, dtype=torch.uint8)}),
+        r"lm_head\.weight_zero_point: torch\.uint8 in place of zeros packed in int32",
+    ),
 }
 
 

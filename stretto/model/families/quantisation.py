@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,10 +44,21 @@ def quantisation(tree: Mapping[str, Any], source: str) -> Quantisation | None:
     )
 
 
+def _groups(settings: Mapping[str, Any], source: str) -> Iterator[tuple[str, Mapping[str, Any], Mapping[str, Any]]]:
+    """Name of each group of ``config_groups``, the group, and its settings of weights."""
+    where, groups = f"{source}: quantization_config.config_groups", settings.get("config_groups") or {}
+    if not isinstance(groups, Mapping):
+        raise UserError(f"{where}: not an object; the file is damaged, download it again")
+    for name, group in groups.items():
+        weights = group.get("weights") or {} if isinstance(group, Mapping) else None
+        if not isinstance(weights, Mapping):
+            raise UserError(f"{where}.{name}: not an object with weights; the file is damaged, download it again")
+        yield name, group, weights
+
+
 def _compressed(settings: Mapping[str, Any], source: str) -> Quantisation:
     blocks = set()
-    for name, group in (settings.get("config_groups") or {}).items():
-        weights = group.get("weights") or {}
+    for name, _, weights in _groups(settings, source):
         if weights.get("type") != "float" or weights.get("num_bits") != 8:
             raise UserError(
                 f"{source}: quantization_config.config_groups.{name}: weights of {weights.get('num_bits')} bits of"
@@ -62,8 +73,7 @@ def _compressed(settings: Mapping[str, Any], source: str) -> Quantisation:
 
 
 def _packed(settings: Mapping[str, Any], source: str) -> Quantisation:
-    for name, group in (settings.get("config_groups") or {}).items():
-        weights = group.get("weights") or {}
+    for name, group, weights in _groups(settings, source):
         for field, known in (
             ("type", ("int",)),
             ("num_bits", (4, 8)),
