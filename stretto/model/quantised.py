@@ -192,8 +192,10 @@ class Dequantised:
             return
         if name in self._packed:
             groups = (*shape[:-2], shape[-1], shape[-2] // 32)
-            self._compare(f"{name}_blocks", (*groups, 16))
-            self._compare(f"{name}_scales", groups)
+            for stored, expected in ((f"{name}_blocks", (*groups, 16)), (f"{name}_scales", groups)):
+                self._compare(stored, expected)
+                if (dtype := self._inner.stored_as(stored)[0]) != torch.uint8:
+                    raise damaged(self.path(name), stored, f"{dtype} in place of bytes")
             return
         self._compare(name, shape)
         if (block := self._block(name, shape)) is not None:

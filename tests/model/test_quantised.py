@@ -154,6 +154,16 @@ DAMAGE: dict[str, tuple[str, Callable[[dict[str, torch.Tensor]], Any], str]] = {
         lambda tensors: tensors.update({f"{NAME}_blocks": torch.ones(3, 40, 1, 16).byte()}),
         rf"{NAME}_blocks: shape",
     ),
+    "blocks of another dtype": (
+        "mxfp4",
+        lambda tensors: tensors.update({f"{NAME}_blocks": tensors[f"{NAME}_blocks"].bfloat16()}),
+        rf"{NAME}_blocks: torch\.bfloat16 in place of bytes",
+    ),
+    "exponents as numbers": (
+        "mxfp4",
+        lambda tensors: tensors.update({f"{NAME}_scales": torch.ones(3, 40, 2).to(torch.float8_e8m0fnu)}),
+        rf"{NAME}_scales: torch\.float8_e8m0fnu in place of bytes",
+    ),
 }
 
 
