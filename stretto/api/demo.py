@@ -29,7 +29,7 @@ from stretto.api.model import Sizes
 from stretto.api.pipeline import last_result
 from stretto.api.pipeline import run as run_pipeline
 from stretto.api.report import report_command
-from stretto.api.search import SEARCH_FILE, export_command, extract_command
+from stretto.api.search import SEARCH_FILE, export_command, extract_to
 from stretto.api.serve import console_sampling
 from stretto.api.stages import elasticize, heal, latency, pretrain, search
 from stretto.base.config import read_recipe
@@ -264,7 +264,7 @@ def _search(run: Path) -> None:
 
 def _extract(run: Path) -> None:
     for name in ("half", "best"):
-        found = extract_command(run, name, run / name, "cpu", force=True)
+        found = extract_to(run / name, run, name)
         say(
             f"{name}: logits of {found.num_tokens} tokens differ from the masked network's by at most {found.difference:.1e} "
             f"(tolerance {found.tolerance:.1e})"
@@ -369,7 +369,7 @@ def _smol_stages(run: Path) -> tuple[Stage, ...]:
             SEARCH_FILE,
             partial(search, run, **SMOL_LIMITS.model_dump(), options=SMOL_SEARCH_OPTIONS, device="cpu"),
         ),
-        Stage("extract the best size", "best", partial(extract_command, run, "best", best, "cpu")),
+        Stage("extract the best size", "best", partial(extract_to, best, run, "best")),
         Stage(
             "heal the best size",
             "healed",

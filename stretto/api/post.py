@@ -20,6 +20,7 @@ from stretto.api.arguments import (
 )
 from stretto.api.model import Model, load
 from stretto.api.rl import made_start
+from stretto.api.search import new_checkpoint
 from stretto.api.train import (
     ADAPTER,
     begun_run,
@@ -34,11 +35,10 @@ from stretto.api.train import (
 )
 from stretto.base.config import RecipeLike, Settings, overriding, read_recipe, source_name, validate_options
 from stretto.base.errors import UserError, user_errors, user_errors_naming
-from stretto.base.paths import CHECKPOINT, checkpoint_folder, require_apart, user_path
+from stretto.base.paths import CHECKPOINT, checkpoint_folder, user_path
 from stretto.base.track import require_wandb, say
 from stretto.harness.suites import serving
 from stretto.learning.recipe import RlRecipe
-from stretto.model.checkpoint import require_new_checkpoint
 from stretto.model.lora import read_adapter_config
 from stretto.model.parallel import DeviceLike, join, stored_for_training
 from stretto.post.merge import MergeOptions
@@ -204,10 +204,9 @@ def merge(
         MergeOptions, {"method": method, "weights": list(weights), **options}, {"method": "method"}
     )
     folder = new_folder(parents[0], "merge") if out is None else user_path(out, "out")
-    require_new_checkpoint(folder, force)
-    for source in (*parents, *([origin] if origin else [])):
-        require_apart(folder, checkpoint_folder(source))
-    return load(merge_checkpoints(parents, origin, folder, parsed))
+    with new_checkpoint(folder, [*parents, *([origin] if origin else [])], force):
+        merge_checkpoints(parents, origin, folder, parsed)
+    return load(folder)
 
 
 @dataclass(frozen=True, slots=True)

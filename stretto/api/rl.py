@@ -11,7 +11,7 @@ import torch
 
 from stretto.api.arguments import ModelLike, PathLike, model_path, run_folder, shown
 from stretto.api.model import Model, load
-from stretto.api.search import extract_command
+from stretto.api.search import extract_to
 from stretto.api.train import command_to_try
 from stretto.base.config import (
     RecipeLike,
@@ -281,7 +281,9 @@ def _start(job: Job, model: Path | None, subnet: str | None, device: DeviceLike,
         return start
     if start is not None and model is not None and subnet is not None:
         inputs = {"--model": _weights(start), "--subnet": subnet}
-        cut = partial(extract_command, model, subnet, folder / STUDENT, device, force=True)
+        if not has_run:
+            require_apart(folder / STUDENT, start)
+        cut = partial(extract_to, folder / STUDENT, model, subnet, join(device))
         start = _student(recipe, folder, (), inputs, cut, has_run)
     check_ranks(recipe, start, job.devices)  # raises an error before anything is written
     if not has_run:  # a run of an older version keeps its train.seq_len, which no resumed run may change

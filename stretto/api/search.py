@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -21,6 +22,7 @@ from stretto.base.paths import (
     LATENCY_FILE,
     RUN_FILE,
     checkpoint_folder,
+    claimed,
     quoted,
     read_json,
     require_apart,
@@ -44,7 +46,7 @@ from stretto.model.checkpoint import (
 from stretto.model.elastic import slice_integers
 from stretto.model.families import kept_family, parse_family
 from stretto.model.gguf.write import write_gguf
-from stretto.model.parallel import DeviceLike, Ranks, device_name, join
+from stretto.model.parallel import ALONE, DeviceLike, Ranks, device_name, join
 from stretto.model.spec import ModelConfig, Subnet, SubnetChoice, check_subnet, named_subnets, parse_subnet
 from stretto.model.transformer import Context, Transformer
 from stretto.model.upcycle import refuse_fp16
@@ -184,19 +186,38 @@ def _search_file(run: Path) -> Path:
     return (run.parent if run.name == CHECKPOINT else run) / SEARCH_FILE
 
 
+@contextmanager
+def new_checkpoint(out: Path, sources: Iterable[Path], force: bool, ranks: Ranks = ALONE) -> Iterator[None]:
+    """Claim the folder ``out`` for the checkpoint that a command makes from the runs or checkpoints ``sources``.
+
+    Raises:
+        UserError: ``out`` exists and ``force`` does not allow to replace it, holds other files, contains a checkpoint that is read or lies
+            inside it, or another process writes it.
+    """
+    for source in sources:
+        require_apart(out, checkpoint_folder(source))
+    require_new_checkpoint(out, force)
+    with ExitStack() as held:
+        ranks.first(lambda: held.enter_context(claimed(out)))
+        yield
+
+
 def extract_command(
     source: Path, size: str | Subnet, out: Path, device: DeviceLike = "auto", force: bool = False
 ) -> Extracted:
-    """Extract a Subnet of ``source`` as the checkpoint ``out``, after its logits were compared with those of the masked network.
-    Integer weights stay the same integers.
+    """`extract_to` a folder that no other process writes meanwhile; ``force``: replace what ``out`` holds."""
+    ranks = join(device)
+    with new_checkpoint(out, [source], force, ranks):
+        return extract_to(out, source, size, ranks)
+
+
+def extract_to(out: Path, source: Path, size: str | Subnet, ranks: Ranks = ALONE) -> Extracted:
+    """Extract a Subnet of ``source`` as the checkpoint ``out``, which replaces an older one, after its logits were compared with those of
+    the masked network. Integer weights stay the same integers.
 
     Args:
         size: the Subnet, a preset, ``best`` (the choice of the run's last search), or ``layers=…,experts=…,top_k=…``.
-        force: replace what ``out`` holds.
     """
-    require_apart(out, checkpoint_folder(source))
-    require_new_checkpoint(out, force)
-    ranks = join(device)
     checkpoint = load_checkpoint(source, ranks)
     subnet = size if isinstance(size, Subnet) else named_subnet(source, size, checkpoint.config, checkpoint.presets)
     check_subnet(checkpoint.config, subnet)
@@ -274,12 +295,9 @@ def quantise_command(
     options: QuantiseOptions,
     data: Sequence[str] = (),
     device: DeviceLike = "auto",
-    force: bool = False,
 ) -> None:
     """Quantise the checkpoint ``source`` and write it to ``out``, with its presets."""
     folder = checkpoint_folder(source)
-    require_apart(out, folder)
-    require_new_checkpoint(out, force)
     if stores_integers(folder):
         raise UserError(f"{folder}: its weights are integers already; quantise the checkpoint that it was made from")
     plan = options.plan()
@@ -363,30 +381,30 @@ def export_command(source: Path, family: str | None, out: Path, dtype: str, gguf
     ``force`` replaces existing content of ``out``.
     """
     folder = checkpoint_folder(source)
-    require_apart(out, folder)
     if gguf and family is not None:
         raise UserError(f"--family {family}: a GGUF file has the checkpoint's own; leave --family or --gguf out")
     if gguf:
+        require_apart(out, folder)
         require_new(out, force or out.is_dir())  # write_gguf refuses a folder
         with progress("write GGUF", unit="bytes") as advance:
             short = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}.get(dtype, dtype)
             write_gguf(folder, out, dtype=short, advance=advance)
         return
-    require_new_checkpoint(out, force)
-    refuse_fp16(read_config(folder), getattr(torch, dtype))
-    checkpoint = read_checkpoint(folder, dtype=getattr(torch, dtype))
-    chosen = kept_family(checkpoint.config, checkpoint.family) if family is None else parse_family(family)
-    with progress(f"write {chosen}", unit="bytes") as advance:
-        write_checkpoint(
-            out,
-            checkpoint.model,
-            checkpoint.config,
-            family=chosen,
-            tokenizer_dir=tokenizer_dir_of(folder),
-            presets=checkpoint.presets,
-            lineage=checkpoint.lineage,
-            advance=advance,
-        )
+    with new_checkpoint(out, [folder], force):
+        refuse_fp16(read_config(folder), getattr(torch, dtype))
+        checkpoint = read_checkpoint(folder, dtype=getattr(torch, dtype))
+        chosen = kept_family(checkpoint.config, checkpoint.family) if family is None else parse_family(family)
+        with progress(f"write {chosen}", unit="bytes") as advance:
+            write_checkpoint(
+                out,
+                checkpoint.model,
+                checkpoint.config,
+                family=chosen,
+                tokenizer_dir=tokenizer_dir_of(folder),
+                presets=checkpoint.presets,
+                lineage=checkpoint.lineage,
+                advance=advance,
+            )
 
 
 def load_checkpoint(source: Path, ranks: Ranks) -> Checkpoint:

@@ -213,9 +213,13 @@ def require_new(out: Path, force: bool) -> None:
 
 
 def require_apart(out: Path, source: Path) -> None:
-    """Raises `UserError` if the output folder ``out`` is or contains the checkpoint ``source``, which would be replaced."""
-    if source.resolve().is_relative_to(out.resolve()):
+    """Raises `UserError` if the output folder ``out`` is or contains the checkpoint ``source``, which would be replaced, or lies inside it,
+    where nothing could replace the checkpoint any more."""
+    place, read = out.resolve(), source.resolve()
+    if read.is_relative_to(place):
         raise UserError(f"{out}: contains the checkpoint that is read, which would be replaced; choose another folder")
+    if place.is_relative_to(read):
+        raise UserError(f"{out}: lies inside the checkpoint that is read; choose another folder")
 
 
 def _put(temporary: Path, path: Path) -> None:

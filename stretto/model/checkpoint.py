@@ -24,7 +24,7 @@ from torch import Tensor
 
 from stretto.base.config import Config, read_versioned
 from stretto.base.errors import UserError
-from stretto.base.paths import LATENCY_FILE, read_json, replacing, require_new, write_json
+from stretto.base.paths import LATENCY_FILE, LOCK_FILE, read_json, replacing, require_new, write_json
 from stretto.base.records import LINEAGE_FILE, Lineage, file_sha256, find_lineage, hash_files, write_lineage
 from stretto.model.families import (
     Family,
@@ -64,7 +64,7 @@ TOKENIZER_FILES = (
 )
 _OURS = (
     *("config.json", GENERATION_FILE, "model*.safetensors", INDEX_FILE),
-    *(STRETTO_FILE, ELASTIC_FILE, LINEAGE_FILE, LATENCY_FILE),
+    *(STRETTO_FILE, ELASTIC_FILE, LINEAGE_FILE, LATENCY_FILE, LOCK_FILE),
     *TOKENIZER_FILES,
 )
 """Patterns of the files in a checkpoint folder; a folder with other files is never replaced."""

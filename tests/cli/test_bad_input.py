@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from stretto.base.paths import claimed
+from stretto.base.paths import LOCK_FILE, claimed
 from stretto.text.tokenizer import train_tokenizer
 from stretto.train.step import NonFiniteError
 from tests.api.conftest import Result, Run, refused
@@ -202,6 +202,43 @@ def test_what_a_network_is_made_from_is_not_replaced_by_it(
     ):
         refused(stretto(*command), f"{command[-1]}: contains the checkpoint that is read", "choose another folder")
     assert {path: path.read_bytes() for path in before} == before and not (tmp_path / "part.run").exists()
+
+
+def test_a_checkpoint_is_not_written_inside_the_one_that_is_read(stretto: Run, network: Path, tmp_path: Path) -> None:
+    inside, part = network / "checkpoint" / "x", tmp_path / "part"
+    shutil.copytree(network / "checkpoint", part)
+    for command in (
+        ("extract", network, "--subnet", "half", "-o", inside),
+        ("quantise", network, "-o", inside),
+        ("export", network, "-o", inside),
+        ("export", network, "--gguf", "-o", inside),
+        ("merge", "average", network, part, "-o", inside),
+        ("merge", "average", network, part, "-o", part / "x"),
+        ("heal", network, "--data", tmp_path, "-o", inside),
+    ):
+        refused(stretto(*command), f"{command[-1]}: lies inside the checkpoint that is read; choose another folder")
+    assert not inside.exists() and not (part / "x").exists()
+
+
+def test_of_two_commands_that_write_one_checkpoint_the_second_is_refused(
+    stretto: Run, network: Path, tmp_path: Path
+) -> None:
+    out, part = tmp_path / "out", tmp_path / "part"
+    shutil.copytree(network / "checkpoint", part)
+    commands: list[tuple[object, ...]] = [
+        ("extract", network, "--subnet", "half"),
+        ("quantise", network, "--group", 16),
+        ("export", network),
+        ("merge", "average", network, part),
+    ]
+    for command in commands:
+        with claimed(out):
+            refused(stretto(*command, "-o", out), f"{out}: process {os.getpid()}", "is running in it")
+        assert not out.exists()
+    for command in commands:  # also where an older checkpoint is there, or the lock file of a killed process
+        assert stretto(*command, "-o", out, "--force").code == 0
+        assert not (out / LOCK_FILE).exists()
+        (out / LOCK_FILE).touch()
 
 
 def test_a_folder_is_not_replaced_by_a_file(stretto: Run, network: Path, tmp_path: Path) -> None:
