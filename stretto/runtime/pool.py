@@ -38,7 +38,7 @@ _BEAT_S = 0.1
 _WAIT_S = 600.0
 """Default for the longest wait for a free worker, in seconds."""
 _MAX_FAILURES = 3
-"""Number of consecutive failed starts, without a running worker, after which the pool fails."""
+"""Number of consecutive failed starts after which the pool fails, if no worker stays and none is being started."""
 _log = logging.getLogger(__name__)
 
 
@@ -277,10 +277,10 @@ class ElasticPool:
             _log.warning("%s could not be started: %s", worker.name, error)
             pause_s = None if isinstance(error, UserError) else self._starts.next_pause_s()
             self._grows_from_s = math.inf if pause_s is None else time.monotonic() + pause_s
-            is_hopeless = pause_s is None or self._num_failures >= _MAX_FAILURES
-            if is_hopeless and not any(other.is_up for other in self._workers):
-                self._fail(error)
             self._forget(worker)
+            is_hopeless = pause_s is None or self._num_failures >= _MAX_FAILURES
+            if is_hopeless and all(other.is_leaving for other in self._workers):
+                self._fail(error)
             return
         worker.is_up, self._num_failures, self._grows_from_s = True, 0, 0.0
         self._starts.began()

@@ -250,6 +250,26 @@ def test_workers_that_cannot_be_added_are_not_tried_all_the_time(
     run(work)
 
 
+def test_a_pool_fails_if_its_last_worker_leaves_and_no_other_can_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def work(runtime: LocalRuntime) -> None:
+        spawn, can_start = runtime.spawn, True
+
+        async def start(role: Any, *args: Any, **options: Any) -> Any:
+            if not can_start:
+                raise UserError("data.txt: no such file")
+            return await spawn(role, *args, **options)
+
+        monkeypatch.setattr(runtime, "spawn", start)
+        async with pool(runtime, Limits(min=1, max=1)) as subject, subject.lease() as leaving:
+            can_start = False
+            subject.replace(leaving, hard=False)
+            with pytest.raises(UserError, match=r"^data\.txt: no such file"):
+                async with subject.lease(wait_s=5.0):
+                    pass
+
+    run(work)
+
+
 def test_a_pool_whose_workers_die_again_and_again_fails() -> None:
     async def work(runtime: LocalRuntime) -> None:
         async with pool(
