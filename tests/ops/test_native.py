@@ -10,10 +10,14 @@ import ctypes
 import math
 import os
 import shutil
+import subprocess
+import time
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from torch import Tensor
@@ -343,6 +347,34 @@ def test_a_compiler_that_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str
     shown = capsys.readouterr()
     assert not shown.out  # a program may read the command's output
     assert "Compiling the CPU kernels for decoding (once)" in shown.err
+
+
+def test_an_interrupt_ends_all_processes_of_the_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler, started = tmp_path / "slow-compiler", tmp_path / "started"
+    compiler.write_text(
+        f'#!/bin/sh\n[ "$8" != -E ] || exit 1\nsleep 300 &\necho $! >{started}.new\nmv {started}.new {started}\nwait\n'
+    )
+    compiler.chmod(0o755)
+    communicate = subprocess.Popen.communicate
+
+    def interrupted(process: subprocess.Popen[str], *arguments: object, **options: object) -> object:
+        if "-E" in process.args:  # type: ignore[operator]
+            return communicate(process, *arguments, **options)  # type: ignore[arg-type]
+        while not started.exists():
+            time.sleep(0.01)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(subprocess.Popen, "communicate", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        load({"CXX": str(compiler), "XDG_CACHE_HOME": str(tmp_path / "cache")})
+    end_s = time.monotonic() + 10
+    with suppress(psutil.NoSuchProcess):
+        while (
+            psutil.Process(int(started.read_text())).status() != psutil.STATUS_ZOMBIE
+        ):  # in a container it may stay one
+            assert time.monotonic() < end_s
+            time.sleep(0.01)
+    assert list((tmp_path / "cache" / "stretto" / "native").iterdir()) == []
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ import hashlib
 import logging
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -143,11 +144,23 @@ def _compile(compiler: str, source: str, path: Path) -> str | None:
     ):
         built = Path(building) / path.name
         command = [compiler, *_FLAGS, str(SOURCES / source), "-o", str(built)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        with subprocess.Popen(
+            command,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "TMPDIR": building},
+            start_new_session=True,
+        ) as process:
+            try:
+                told = process.communicate()[1].splitlines()
+            except BaseException:  # Ctrl-C or SIGTERM: the compiler starts further processes, which would go on
+                os.killpg(process.pid, signal.SIGKILL)
+                raise
         advance(1)
-        if done.returncode:
-            errors = [line for line in done.stderr.splitlines() if "error" in line]
-            return f"{compiler} failed: {(errors or done.stderr.splitlines() or ['no message'])[0]}"
+        if process.returncode:
+            errors = [line for line in told if "error" in line]
+            return f"{compiler} failed: {(errors or told or ['no message'])[0]}"
         built.chmod(0o700)
         built.replace(path)
     return None
