@@ -63,8 +63,12 @@ class Sizes:
     """Other weights of a block of ``dense_layers``, 0 without any: gathered while the block computes."""
     moe_block: int
     """Other weights of an MoE block without its routed experts, 0 without any: gathered too."""
+    expert: int
+    """One routed expert."""
     experts: int
-    """One layer's routed experts: gathered too, but only a rank's share under expert parallelism."""
+    """Routed experts of the layer that has the most: gathered too, but only a rank's share under expert parallelism."""
+    all_experts: int
+    """Routed experts of all layers."""
     matrix: int
     """Largest stack of matrices that Muon updates at once."""
     total: int
@@ -84,7 +88,8 @@ def sizes(config: ModelConfig) -> Sizes:
     experts = max(config.experts_by_layer, default=0) * expert
     routers = sum(config.experts_by_layer) * hidden
     norms = 2 * hidden * config.num_layers
-    others = total - outer - routers - norms - sum(config.experts_by_layer) * expert
+    all_experts = sum(config.experts_by_layer) * expert
+    others = total - outer - routers - norms - all_experts
     qkv = hidden * (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
     num_dense, num_moe = len(config.dense_layers), config.num_moe_layers
     dense = 3 * hidden * config.dense_intermediate_size
@@ -92,7 +97,7 @@ def sizes(config: ModelConfig) -> Sizes:
     attention = (others - num_dense * dense - num_moe * shared) // config.num_layers
     dense_block, moe_block = (attention + dense) * bool(num_dense), (attention + shared) * bool(num_moe)
     matrix = max(experts * 2 // 3, 2 * hidden * config.dense_intermediate_size, qkv)
-    return Sizes(outer, routers + norms, dense_block, moe_block, experts, matrix, total)
+    return Sizes(outer, routers + norms, dense_block, moe_block, expert, experts, all_experts, matrix, total)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +134,7 @@ class LayerBytes:
     """Activations of one layer, in bytes."""
 
     kept: float
-    """Per token: what autograd keeps."""
+    """Per token: what autograd keeps, on average over the layers."""
     temporary: float
     """Per token: temporary tensors of the backward pass."""
     exchanged: float
@@ -143,7 +148,13 @@ def layer_bytes(config: ModelConfig, dtype: Dtype, ep: int) -> LayerBytes:
     kept: float = 2 * hidden * WIDE  # both norms keep the normed stream
     if latent is None:
         qkv, turned = (heads + 2 * kv_heads) * width, (heads + kv_heads) * width
-        kept += each * (hidden + qkv + turned + heads * width) + WIDE * heads
+        kept += each * (hidden + heads * width) + WIDE * heads
+        if config.attention_sinks:  # kernels get, and give, wider heads (`stretto.ops.operators`)
+            kept += each * (2 * heads + 2 * kv_heads) * (width // 8 + 1) * 8
+        else:
+            kept += each * (qkv + turned)
+        if config.qkv_clip is not None:  # a copy of the values, and of queries and keys that were normed
+            kept += each * (qkv if config.qk_norm or config.qk_norm_wide else kv_heads * width)
     else:
         value = max(width, latent.value_dim)
         keys = heads * (width - latent.rope_dim + latent.value_dim)
@@ -153,18 +164,21 @@ def layer_bytes(config: ModelConfig, dtype: Dtype, ep: int) -> LayerBytes:
         kept += turned * (WIDE + (each if is_mixed else 0)) + WIDE * (heads + kv_heads)
     temporary = each * 3 * (heads + 2 * kv_heads) * width
     slots, inner = config.top_k, config.expert_intermediate_size
-    shared, num_dense = config.num_shared_experts * inner, len(config.dense_layers)
-    in_dense = each * (4 * config.dense_intermediate_size + hidden)
-    in_moe = hidden * WIDE + 2 * config.num_experts * WIDE  # the router's input and scores, in fp32
-    in_moe += each * 4 * shared + (each * hidden if is_mixed and shared else 0)
+    shared, num_dense, num_moe = config.num_shared_experts * inner, len(config.dense_layers), config.num_moe_layers
+    swiglu = 4 if config.clamped_swiglu is None else 7  # tensors as wide as the layer; clamps keep three more
+    in_dense = each * (swiglu * config.dense_intermediate_size + hidden)
+    in_moe = hidden * WIDE + each * swiglu * shared + (each * hidden if is_mixed and shared else 0)
+    in_scores = 2 * WIDE  # per expert; with the router's input, in fp32
     if ep == 1:  # the operator keeps gate-up outputs and indices (`stretto.ops.moe`), and a cast copy of its input
-        in_moe += slots * (each * 2 * inner + 44) + (each * hidden if is_mixed else 0)
+        in_moe += each * hidden if is_mixed else 0
+        in_slot = each * 2 * inner + 44
     else:  # gates multiply the output, so that it is kept
-        in_moe += slots * (each * (2 * hidden + 2 * inner) + 60)
-    kept += (num_dense * in_dense + config.num_moe_layers * in_moe) / config.num_layers
+        in_slot = each * (2 * hidden + 2 * inner) + 60
+    moe = num_moe * in_moe + sum(config.experts_by_layer) * in_scores + sum(config.top_k_by_layer) * in_slot
+    kept += (num_dense * in_dense + moe) / config.num_layers
     if num_dense:
         temporary = max(temporary, in_dense)
-    if config.num_moe_layers:
+    if num_moe:
         temporary = max(temporary, slots * (each * (hidden + 3 * inner) + (WIDE + each) * hidden))
     return LayerBytes(kept, temporary, 2.0 * each * hidden if ep > 1 else 0.0)
 

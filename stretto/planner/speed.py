@@ -106,10 +106,8 @@ def step_time(
     ranks, ep, num = layout.ranks, layout.ep, layout.micro_batches
     num_tokens, passes = layout.rows * length, (4 if layout.recompute else 3) + extra_forwards
     flops = count(config, config.full()).forward_flops(num_tokens, length)
-    experts = parts.experts * config.num_moe_layers
-    weights = each * (parts.total - experts + experts / ep)
-    slots = num_tokens * config.top_k * config.hidden_size * each
-    exchanges = (6 if layout.recompute else 4) * config.num_moe_layers
+    weights = each * (parts.total - parts.all_experts + parts.all_experts / ep)
+    exchanges, token = 6 if layout.recompute else 4, config.hidden_size * each  # bytes of a token
     update = UPDATE_BYTES * parts.held(ranks) / hardware.bandwidth
     if optimiser == "muon":
         update += _muon_s(config, ranks, hardware)
@@ -118,7 +116,7 @@ def step_time(
         weights=num * passes * weights / hardware.bandwidth,
         gathers=num * _gathers_s(config, layout, dtype, hardware),
         launches=num * passes * num_layers * hardware.layer_s.value,
-        exchange=num * exchanges * exchange_s(slots, ep, hardware),
+        exchange=num * exchanges * sum(exchange_s(num_tokens * k * token, ep, hardware) for k in config.top_k_by_layer),
         update=update,
     )
 
@@ -133,7 +131,7 @@ def _gathers_s(config: ModelConfig, layout: Layout, dtype: Dtype, hardware: Hard
     width = 2 * BYTES[dtype] + WIDE
     blocks = parts.dense_block * len(config.dense_layers) + parts.moe_block * config.num_moe_layers
     whole = width * blocks + 2 * WIDE * parts.outer
-    experts = width * parts.experts * config.num_moe_layers / layout.ep
+    experts = width * parts.all_experts / layout.ep
     seconds = gather_s(whole, ranks, near, hardware) + gather_s(experts, copies, max(1, near // layout.ep), hardware)
     return seconds + 3 * num_layers * LATENCY_S * math.log2(ranks)
 
@@ -167,9 +165,10 @@ def decode_s(
         num_bytes: bytes of a weight.
     """
     counts = count(config, config.full())
-    untouched = (1 - config.top_k / config.num_experts) ** batch
-    experts = sizes(config).experts * config.num_moe_layers
-    moved = num_bytes * (counts.total_params - experts * untouched + batch * context * counts.kv_elements)
+    layers = zip(config.experts_by_layer, config.top_k_by_layer, strict=True)
+    untouched = sum(experts * (1 - k / experts) ** batch for experts, k in layers)
+    weights = counts.total_params - untouched * sizes(config).expert
+    moved = num_bytes * (weights + batch * context * counts.kv_elements)
     products = batch * counts.forward_flops(1, context) / hardware.rate(_dtype_of(num_bytes))
     launches = config.num_layers * (hardware.layer_s.value + hardware.slot_s * batch)
     reduces = 2 * config.num_layers * LATENCY_S * math.log2(gpus)

@@ -8,14 +8,15 @@ from typing import Any
 import pytest
 import torch
 
-from stretto.model.spec import ModelConfig, count
+from stretto.model.spec import ClampedSwiGlu, ModelConfig, count
 from stretto.model.transformer import Context, build
 from stretto.ops import logprob
 from stretto.ops.native import training
 from stretto.optim.build import build_optimizers
 from stretto.optim.schedule import OptimConfig
-from stretto.planner.hardware import Dtype
+from stretto.planner.hardware import DECODE_SHARE, HARDWARE, Dtype
 from stretto.planner.memory import Layout, chunk_tokens, layer_bytes, sizes, training_memory
+from stretto.planner.speed import decode_s
 
 BASE = ModelConfig(
     vocab_size=64, hidden_size=64, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=16, num_experts=8, top_k=2,
@@ -28,14 +29,20 @@ SHAPES: dict[str, dict[str, Any]] = {
     "one wide dense layer": {"dense_layers": (0,), "dense_intermediate_size": 512, "num_shared_experts": 1},
     "biases": {"expert_bias": True, "router_bias": True, "attention_bias": True, "mlp_bias": True},
     "many experts": {"num_experts": 16, "top_k": 4},
-}
+    "clamped SwiGLU": {"dense_layers": (0,), "dense_intermediate_size": 96, "num_shared_experts": 1, "clamped_swiglu": ClampedSwiGlu()},
+    "clipped values": {"qkv_clip": 1.0},
+    "clipped norms": {"qkv_clip": 1.0, "qk_norm_wide": True},
+    "sinks": {"attention_sinks": True},
+    "layers that differ": {"experts_per_layer": (2, 8, 4), "top_k_per_layer": (1, 2, 1)},
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("changes", SHAPES.values(), ids=SHAPES)
 def test_the_parts_are_the_whole(changes: dict[str, Any]) -> None:
     config = BASE.replace(**changes, widths=())
     parts, total = sizes(config), count(config, config.full()).total_params
-    others = len(config.dense_layers) * parts.dense_block + config.num_moe_layers * (parts.moe_block + parts.experts)
+    blocks = len(config.dense_layers) * parts.dense_block + config.num_moe_layers * parts.moe_block
+    others = blocks + parts.all_experts
     assert parts.total == total
     assert abs(parts.outer + parts.replicated + others - total) < 0.02 * total  # biases are counted with the block
 
@@ -49,7 +56,10 @@ def test_the_largest_block_is_gathered() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", ["plain", "norms and a shared expert", "dense", "many experts"])
+@pytest.mark.parametrize("name", [
+    "plain", "norms and a shared expert", "dense", "many experts", "clamped SwiGLU", "clipped values", "clipped norms", "sinks",
+    "layers that differ",
+])  # fmt: skip
 def test_kept_activations_are_those_of_autograd(name: str, dtype: Dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(training, "has_bf16_kernels", lambda: False)  # which would keep fp32
     config = BASE.replace(**SHAPES[name], widths=())
@@ -132,3 +142,15 @@ def test_the_chunk_of_logits_is_that_of_the_loss(vocab_size: int) -> None:
     for device in ("cpu", "meta"):
         head_VD = torch.empty(vocab_size, 1, device=device)
         assert chunk_tokens(vocab_size, on_gpu=device != "cpu") == logprob.chunk_tokens(head_VD)
+
+
+@pytest.mark.parametrize("batch", [1, 64])
+def test_a_decoding_step_reads_the_experts_that_each_layer_has(batch: int) -> None:
+    hardware = HARDWARE["L40S"]
+    config = BASE.replace(
+        experts_per_layer=(2, 8, 2), top_k_per_layer=(1, 2, 1), widths=(), expert_intermediate_size=2**14
+    )
+    full = count(config, config.full())
+    launches = config.num_layers * (hardware.layer_s.value + hardware.slot_s * batch)
+    read = (decode_s(config, batch, 0.0, 2, hardware) - launches) * hardware.bandwidth * DECODE_SHARE / 2
+    assert read == pytest.approx(full.active_params if batch == 1 else full.total_params, rel=1e-2)
