@@ -491,18 +491,20 @@ def _healer(
     meter: Meter,
 ) -> Callable[[Subnet], float]:
     """A function that heals a copy of a Subnet in a folder of its own and returns its held-out loss, nats per token. ``meter`` counts
-    the cost."""
+    the cost. All candidates are healed in one data type, which ``auto`` chooses for the first, so that their losses compare."""
     numbers = itertools.count()
     assert info.data_hash is not None, "a run that can be searched has data"
     data_hash = info.data_hash
 
     def healed_nll(subnet: Subnet) -> float:
+        nonlocal healing
         flops_before = meter.receipt().flops
         loader = open_loader(info, healing.train, ranks)
         folder = run / "search" / f"heal-{next(numbers):02d}"
         student = cut_out(network, subnet).float()  # `heal` trains in fp32, in any storage type of the checkpoint
         job = Job(folder, loader, (), data_hash, ranks)
         healed = stages.heal(healing, job, in_memory(student), in_memory(network))
+        healing = healing.replace(train=healing.train.replace(dtype=healed.pace.dtype))
         ranks.first(lambda: remove(folder))  # its snapshot has weights and states of the optimiser
         # the search's meter has counted the teacher's passes already, because the teacher is the searched network
         spent, counted = healed.meter.receipt(), meter.receipt().flops - flops_before

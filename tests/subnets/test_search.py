@@ -1,14 +1,19 @@
 from __future__ import annotations
 
 from itertools import combinations
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from stretto.api import stages as api
+from stretto.base.config import read_recipe
 from stretto.base.errors import UserError
+from stretto.base.records import Meter
 from stretto.evals.loss import evaluate, without_layers
 from stretto.evals.order import rank_experts, rank_layers
+from stretto.model.parallel import join
 from stretto.model.spec import ModelConfig, check_subnet, fixed_layers
 from stretto.subnets.candidate import Limits, Scorer, pareto_front, require_feasible
 from stretto.subnets.evolution import evolve, score_grids
@@ -16,6 +21,8 @@ from stretto.subnets.latency import DECODE, measure
 from stretto.subnets.search import SearchOptions, SearchResult, search, spearman
 from stretto.subnets.sensitivity import Sensitivities, measure_sensitivities, narrowed
 from stretto.subnets.space import SearchSpace, reachable_limits
+from stretto.train.pace import Pace
+from stretto.train.recipe import HealRecipe
 
 CONFIG = ModelConfig(
     vocab_size=41, hidden_size=24, num_layers=8, num_heads=4, num_kv_heads=2, head_dim=6, num_experts=8, top_k=3,
@@ -413,3 +420,22 @@ def test_reachable_limits_can_be_met(make_model):
     scorer = Scorer(config, None, None)
     fitting = [subnet for subnet in SearchSpace.of(config).grid(config) if scorer.sized(subnet).fits(limits)]
     assert fitting and config.full() not in fitting
+
+
+def test_candidates_are_healed_in_one_data_type(make_model, batches, monkeypatch, tmp_path):
+    """``auto`` measures the machine, which may be busy with other work while the next candidate is healed."""
+    model, recipe, used = make_model(), read_recipe("heal", HealRecipe), []
+
+    def heal(recipe, job, student, teacher):
+        used.append(recipe.train.dtype)
+        chosen = "bfloat16" if recipe.train.dtype == "auto" else recipe.train.dtype
+        pace = Pace(dtype=chosen, num_threads=1)
+        return SimpleNamespace(pace=pace, model=model, meter=Meter("heal", "a CPU"))
+
+    monkeypatch.setattr(api.stages, "heal", heal)
+    monkeypatch.setattr(api, "open_loader", lambda *_: None)
+    info = SimpleNamespace(data_hash="")
+    healed_nll = api._healer(recipe, tmp_path, info, model, batches, join("cpu"), Meter("search", "a CPU"))
+    for _ in range(3):
+        healed_nll(model.config.full())
+    assert used == ["auto", "bfloat16", "bfloat16"]
