@@ -18,6 +18,15 @@ from stretto.optim.schedule import OptimConfig
 
 _Share = Annotated[float, Field(ge=0, le=1)]
 
+_MEANINGS = {
+    "full": "the full network",
+    "best": "the choice of the last search",
+    "train": "the training loss in the log",
+    "depth": "the sizes with fewer layers",
+    "top_k": "the sizes with a smaller top-k",
+}
+"""Names that cannot be those of anchors, because sizes, losses or shares of tokens have them."""
+
 
 class MixtureConfig(Config):
     """Subnets that a run trains, and the share of each kind. Shares refer to training tokens after the ramp."""
@@ -77,8 +86,11 @@ class MixtureConfig(Config):
             raise ValueError(
                 f"early_factor {self.early_factor:g} times the shares exceeds 1; choose smaller shares or a smaller factor"
             )
-        if "full" in self.anchors:
-            raise ValueError("anchors.full: 'full' is the name of the full network; choose another name")
+        for name in self.anchors:
+            if name in _MEANINGS:
+                raise ValueError(f"anchors.{name}: {name!r} is the name of {_MEANINGS[name]}; choose another name")
+            if "=" in name or not name.strip():
+                raise ValueError(f"anchors: {name!r} cannot be chosen by its name; write letters, without =")
         unknown = next((name for name in self.anchor_weights if self.anchors and name not in self.anchors), None)
         if unknown is not None:
             raise ValueError(

@@ -12,8 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from stretto.base.config import validate
+from stretto.base.errors import UserError
 from stretto.model.spec import ModelConfig, check_subnet
-from stretto.train.recipe import Recipe
+from stretto.train.recipe import MixtureConfig, Recipe
 from stretto.train.sampler import MicroPlan, Sampler, idle_widths
 
 SHAPE: dict[str, Any] = {
@@ -316,3 +318,10 @@ def test_a_mixture_that_asks_for_narrow_rows_and_gets_none_is_told() -> None:
 def test_a_run_prints_that_its_rows_are_not_narrowed(run: Any, capsys: pytest.CaptureFixture[str]) -> None:
     run(elastic__anchors={"corner": {"experts": 2, "top_k": 2}}, train__steps=1)
     assert "pretrain: elastic.width_share: no row uses fewer experts" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["full", "best", "train", "depth", "top_k", "experts=2", " "])
+def test_an_anchor_has_a_name_of_its_own(name: str) -> None:
+    """``--subnet best`` is the choice of a search, and ``loss/train`` in the log the training loss."""
+    with pytest.raises(UserError, match=r"^anchors[.:]"):
+        validate(MixtureConfig, {"anchors": {name: {"experts": 2}}}, "")
