@@ -261,16 +261,17 @@ class ModelConfig(_Shape):
                     raise ValueError(
                         f"expert_order: {turn} are not one of each of the {self.expert_groups} expert_groups, which must take turns"
                     )
-        for width in self.widths[1:] if self.moe_layers else ():
+        for width in self.widths[1:]:
             if not self.choosable(width):
                 raise ValueError(f"widths {self.widths}: {_why_not_grouped(self, width, 1)}")
 
     def choosable(self, num_experts: int) -> int:
         """Number of experts that a token can choose from in a layer with ``num_experts`` experts: all, or those of its best groups.
 
-        0 if a layer cannot have this number, because its groups would differ in size or have fewer than two experts.
+        0 if a layer cannot have this number, because its groups would differ in size or have fewer than two experts. Without MoE layers
+        groups limit nothing.
         """
-        if self.expert_groups == 1:
+        if self.expert_groups == 1 or not self.num_moe_layers:
             return num_experts
         size, rest = divmod(num_experts, self.expert_groups)
         return 0 if rest or size < 2 else size * self.top_groups

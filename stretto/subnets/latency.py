@@ -119,7 +119,8 @@ class LatencyTable(Config):
     machine: Machine
     shape: Shape
     """The maximum network's fields that affect its speed."""
-    timings: tuple[Timing, ...]
+    timings: tuple[Timing, ...] = Field(min_length=1)
+    """By workload; searches use the first."""
     num_samples: int
     num_disturbed: int
     """Samples taken while other work slowed the machine."""

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from stretto.base.errors import UserError
+from stretto.base.paths import write_json
 from stretto.engine.runner import Runner
 from stretto.subnets import latency as timing
 from stretto.subnets.latency import (
@@ -163,7 +164,7 @@ def test_outside_the_measured_range_is_refused(make_model):
 @pytest.mark.parametrize("name", [*SWITCHES, *LATENT, "all dense"])
 def test_networks_of_all_families_are_timed_and_their_tables_survive_the_disk(make_model, monkeypatch, tmp_path, name):
     monkeypatch.setattr(timing, "TIMED_STEPS", 1)
-    dense = {"dense_layers": tuple(range(6)), "dense_intermediate_size": 16}
+    dense = {"dense_layers": tuple(range(6)), "dense_intermediate_size": 16, "expert_groups": 4, "top_groups": 2}
     model = make_model(**{"widths": (6,)} | {**SWITCHES, **LATENT, "all dense": dense}[name])  # 3 would halve no group
     table = measure(model, [4], [2], [DECODE], num_rounds=1)
     write_table(tmp_path / "latency.json", table)
@@ -210,6 +211,13 @@ def test_a_file_that_is_no_table_is_refused_in_one_line(make_model, tmp_path, te
     with pytest.raises(UserError) as caught:
         read_table(path, make_model())
     assert str(caught.value).startswith(f"{path}: ") and "\n" not in str(caught.value)
+
+
+def test_a_table_without_timings_is_refused(make_model, tmp_path):
+    model, path = make_model(), tmp_path / "latency.json"
+    write_json(path, planted_table(model).model_dump(mode="json") | {"timings": []})
+    with pytest.raises(UserError, match=r"latency.json: timings: "):
+        read_table(path, model)
 
 
 def test_a_busy_machine_is_noticed_and_does_no_harm(make_model, monkeypatch):

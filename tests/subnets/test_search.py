@@ -126,6 +126,15 @@ def test_the_space_of_a_dense_network_is_its_layers(make_model):
     assert len(found) == 4 and {subnet.experts for subnet in found} == {()}
 
 
+def test_groups_limit_nothing_in_a_dense_network(make_model):
+    """As in the dense layers alone of a network whose experts have groups."""
+    dense = {"dense_layers": tuple(range(6)), "dense_intermediate_size": 16}
+    config = make_model(**dense, num_experts=1, top_k=1, expert_groups=4, top_groups=2, widths=(1,)).config
+    space = SearchSpace.of(config)
+    assert set(space.grid(config)) <= set(space.every(config))
+    assert {len(subnet.layers) for subnet in space.grid(config)} == {4, 5, 6}
+
+
 def test_the_space_of_grouped_experts_holds_equal_groups_alone(make_model):
     config = make_model(num_experts=16, top_k=6, expert_groups=4, top_groups=2, widths=(16,)).config
     space = SearchSpace.of(config)
