@@ -47,9 +47,10 @@ class Sensitivities(Config):
         depth = _interpolated(self.depth, len(kept))
         depth += sum(self.drop.get(layer, 0.0) for layer in nested - kept)
         depth -= sum(self.drop.get(layer, 0.0) for layer in kept - nested)
-        rows, num_rows = config.moe_rows(kept), config.num_moe_layers
-        experts = _axis(self.experts, self.experts_by_row, rows, subnet.experts, num_rows)
-        return self.full_nll + depth + experts + _axis(self.top_k, self.top_k_by_row, rows, subnet.top_k, num_rows)
+        rows = config.moe_rows(kept)
+        experts = _axis(self.experts, self.experts_by_row, rows, subnet.experts, config.experts_by_layer)
+        top_k = _axis(self.top_k, self.top_k_by_row, rows, subnet.top_k, config.top_k_by_layer)
+        return self.full_nll + depth + experts + top_k
 
 
 def measure_sensitivities(
@@ -126,15 +127,19 @@ def _axis(
     by_row: Mapping[int, Mapping[int, float]],
     rows: Sequence[int],
     counts: Sequence[int],
-    num_rows: int,
+    full: Sequence[int],
 ) -> float:
-    """Cost of the counts on one axis: an even share of the uniform cost per layer, plus the deviation of each layer from the mean."""
+    """Cost of the counts on one axis; ``full`` are those of all rows of the full network. A row with fewer than its own has an even share
+    of the uniform cost, plus its deviation from the mean, of the rows with more in the full network, which are those that were narrowed.
+    """
     total = 0.0
     for row, num in zip(rows, counts, strict=True):
-        total += _interpolated(uniform, num) / num_rows
-        if by_row:
-            costs = {at: _interpolated(values, num) for at, values in by_row.items()}
-            total += costs[row] - sum(costs.values()) / len(costs)
+        if num < full[row]:
+            narrowed = [at for at, own in enumerate(full) if num < own]
+            total += _interpolated(uniform, num) / len(narrowed)
+            if by_row:
+                costs = {at: _interpolated(by_row[at], num) for at in narrowed}
+                total += costs[row] - sum(costs.values()) / len(costs)
     return total
 
 

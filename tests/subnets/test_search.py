@@ -118,6 +118,16 @@ def planted(num_layers: int) -> Sensitivities:
     )
 
 
+def test_a_layer_with_all_its_experts_costs_nothing(make_model):
+    """In a network whose layers differ, as one that was extracted from a search with --per-layer."""
+    config = make_model(experts_per_layer=(2, 6, 4, 6, 6, 3), top_k_per_layer=(1, 3, 2, 3, 2, 3)).config
+    costs = planted(6).replace(depth={6: 0.0})
+    assert costs.predict(config, config.full()) == 2.0
+    for experts in (3, 4, 5):
+        narrow = narrowed(config, "experts", set(range(6)), experts)
+        assert costs.predict(config, narrow) == pytest.approx(2.0 + costs.experts[experts])
+
+
 def test_the_space_of_a_dense_network_is_its_layers(make_model):
     config = make_model(dense_layers=tuple(range(6)), dense_intermediate_size=16).config
     space = SearchSpace.of(config, widths="per_layer")
