@@ -78,10 +78,11 @@ class CallsInFlight:
             self._limits.discard(limit)
 
     async def drop(self) -> None:
-        """Cancel all calls, and wait until they have ended."""
-        for limit in self._limits:
+        """Cancel all calls so far, and wait until they have ended; later ones go on."""
+        dropped = self._limits.copy()
+        for limit in dropped:
             limit.reschedule(asyncio.get_running_loop().time())
-        while self._limits:
+        while dropped & self._limits:
             await asyncio.sleep(_DROP_POLL_S)
 
 

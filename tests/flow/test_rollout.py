@@ -208,6 +208,25 @@ def test_an_engine_whose_trainer_returns_to_a_snapshot_drops_requests_and_takes_
     with_engines(work, role(network()))
 
 
+def test_a_request_that_comes_while_others_are_dropped_waits_for_weights_and_nobody_waits_for_it() -> None:
+    async def work(engine: EngineRole) -> None:
+        await engine.activate(replace(NEW, number=5))
+        dropped = asyncio.create_task(engine.generate(replace(ASK, max_tokens=40)))
+        while not (await engine.stats()).num_running:
+            await asyncio.sleep(0)
+        rewound = asyncio.create_task(engine.rewind())
+        await asyncio.sleep(0)
+        late = asyncio.create_task(engine.generate(replace(ASK, id="b")))
+        async with asyncio.timeout(5):
+            await rewound
+        with pytest.raises(InfraError, match="engine: dropped"):
+            await dropped
+        await engine.activate(replace(NEW, number=4))
+        assert set((await late).segment.versions.tolist()) == {4}
+
+    with_engines(work, role(network()))
+
+
 def test_a_restarted_engine_samples_nothing_with_old_weights() -> None:
     async def work(engine: EngineRole) -> None:
         asked = asyncio.create_task(engine.generate(ASK))
