@@ -9,10 +9,10 @@ from __future__ import annotations
 import itertools
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict, replace
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
-from pydantic import Field
+from pydantic import Field, ValidationError
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -22,11 +22,12 @@ from starlette.routing import Route
 
 from stretto.base.errors import InfraError
 from stretto.base.trajectory import WeightVersion
+from stretto.engine.request import Sampling
 from stretto.flow.clients import GenerateRequest
 from stretto.flow.rollout import EngineRole
 from stretto.flow.servers.client import to_text
 from stretto.model.spec import ModelConfig
-from stretto.server.limits import KNOWN_ERRORS, ApiError, Gate, parse_body, while_connected
+from stretto.server.limits import KNOWN_ERRORS, ApiError, Gate, from_validation, parse_body, while_connected
 from stretto.server.messages import Body, TokenId
 from stretto.server.server import ServeSettings, entrance, failed, key_holders
 
@@ -37,13 +38,13 @@ UNLOADED = "start"
 class GenerateBody(Body):
     """POST /rollout/generate: a `GenerateRequest` with all tokens of the sample."""
 
-    tokens: list[TokenId]
+    tokens: list[Annotated[TokenId, Field(lt=1 << 31)]]  # int32 in samples
     max_tokens: int
     temperature: float
     seed: int
     stop_ids: list[TokenId] = Field(default_factory=list)
     want_routes: bool = True
-    routes_from: int = 0
+    routes_from: int = Field(default=0, ge=0)
     deadline_s: float = 600.0
 
 
@@ -84,7 +85,10 @@ class Rollout:
         body = parse_body(GenerateBody, tree)
         fields = body.model_dump() | {"tokens": np.array(body.tokens, np.int32), "stop_ids": tuple(body.stop_ids)}
         request = GenerateRequest(id=str(next(self._requests)), **fields)
-        done = await while_connected(http.receive, self._role.generate(request))
+        try:
+            done = await while_connected(http.receive, self._role.generate(request))
+        except ValidationError as error:
+            raise from_validation(error, Sampling) from None
         spans, start = [], 0
         for number, same in itertools.groupby(done.segment.versions.tolist()):
             end = start + len(list(same))

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 import torch
@@ -120,6 +121,23 @@ def test_our_server_gives_what_an_engine_in_this_process_gives_to_the_bit(start:
     with our_server() as (url, _):
         using(open_role("stretto", url, start), work)
     local.close()
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "problem"),
+    [
+        ("temperature", -0.5, "must be greater than or equal to 0, is -0.5"),
+        ("max_tokens", 0, "must be greater than 0, is 0"),
+        ("tokens", [1 << 31], "must be less than 2147483648"),
+        ("routes_from", -1, "must be greater than or equal to 0, is -1"),
+    ],
+)
+def test_our_server_names_the_field_that_no_engine_takes(field: str, value: Any, problem: str) -> None:
+    body = {"tokens": [5, 6], "max_tokens": 2, "temperature": 1.0, "seed": 3, field: value}
+    with our_server() as (url, _):
+        answer = httpx.post(f"{url}/rollout/generate", json=body)
+    assert answer.status_code == 400 and field in answer.json()["error"]["param"]
+    assert problem in answer.json()["error"]["message"]
 
 
 @pytest.mark.slow
