@@ -9,6 +9,7 @@ Shape letters: M rows of logits, V vocabulary, T positions, L MoE layers, K chos
 
 from __future__ import annotations
 
+import itertools
 import math
 import secrets
 import time
@@ -229,7 +230,8 @@ class Engine:
     ) -> None:
         """Replace the weights by others of the same network; tokens sampled from now on carry ``version``.
 
-        Earlier tokens, log-probabilities and routes do not change. After an exception the old weights stay in use.
+        Earlier tokens, log-probabilities and routes do not change. Before the first token of a choice, those of a prompt that is computed
+        again are the new weights'. After an exception the old weights stay in use.
 
         Args:
             keep_cache: True: sequences in the batch continue with their keys and values of the old weights; False: they
@@ -251,6 +253,9 @@ class Engine:
         self._runner.load_weights(read_weights(source, self.network, checksum))
         self.weight_version = version
         self._preempted(self._scheduler.weights_changed(version, keep_cache=keep_cache))
+        for seq in itertools.chain.from_iterable(self._open.values()):
+            if not seq.pages and not seq.log_probs:
+                seq.forget_prompt()
 
     @property
     def has_lost_rank(self) -> bool:

@@ -308,6 +308,12 @@ class SequenceState:
                     self.fail("grammar: no token of the vocabulary can follow", is_refused=True)
         return self.finish_reason is None
 
+    def forget_prompt(self) -> None:
+        """Drop results of the prompt, which will be computed from its first token with other weights."""
+        self.routes = None
+        self.prompt_log_probs.clear()
+        self.prompt_top.clear()
+
     def end_early(self) -> None:
         """End the sequence with reason ``abort``, and append withheld text."""
         self.finish_reason = "abort"

@@ -616,6 +616,19 @@ def test_weights_change_under_way(keep_cache: bool) -> None:
     check_idle(subject)
 
 
+def test_a_prompt_of_which_nothing_was_sampled_is_of_the_new_weights() -> None:
+    asked = request("x", prompts(14, 1, 50, 50)[0], routes=True, prompt_logprobs=True, top_logprobs=1, max_tokens=2)
+    subject = engine(network(), max_step_tokens=16)
+    subject.add(asked)
+    subject.step()
+    subject.load_weights(1, other_weights())
+    done, expected = run(subject)["x", 0], engine(network(1)).generate([asked])[0]
+    assert done.versions.tolist() == [1, 1] and done.tokens == expected.tokens
+    np.testing.assert_array_equal(done.routes, expected.routes)
+    np.testing.assert_allclose(done.prompt_logprobs, expected.prompt_logprobs, atol=2e-4)
+    assert [top[0].token for top in done.prompt_top] == [top[0].token for top in expected.prompt_top]
+
+
 @pytest.mark.parametrize("keep_cache", [False, True])
 def test_the_prefix_cache_never_crosses_versions(keep_cache: bool) -> None:
     prompt = prompts(13, 1, 50, 50)[0]
