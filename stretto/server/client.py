@@ -97,7 +97,7 @@ class Client:
             if response.status_code >= 400:
                 await response.aread()
             _check(response)
-            async for line in response.aiter_lines():
+            async for line in _lines(response):
                 if not line.startswith("data: "):
                     continue
                 if line == "data: [DONE]":
@@ -123,6 +123,15 @@ class Client:
 
     async def __aexit__(self, *error: object) -> None:
         await self._http.aclose()
+
+
+async def _lines(response: httpx.Response) -> AsyncIterator[str]:
+    """Lines of server-sent events. httpx's own lines also end at characters such as U+2028, which a text may have."""
+    rest = ""
+    async for text in response.aiter_text():
+        *lines, rest = (rest + text).split("\n")
+        for line in lines:
+            yield line.removesuffix("\r")
 
 
 def _check(response: httpx.Response) -> httpx.Response:

@@ -392,8 +392,11 @@ class Answer(ABC):
 
 
 def sse(payload: Any, head: str = "") -> bytes:
-    """One server-sent event."""
-    return f"{head}data: {json.dumps(payload, ensure_ascii=False, separators=(',', ':'))}\n\n".encode()
+    """One server-sent event. Characters at which some clients would end the line are escaped."""
+    text = json.dumps(payload, ensure_ascii=False, separators=(",", ":"))
+    for character in "\x85\u2028\u2029":
+        text = text.replace(character, f"\\u{ord(character):04x}")
+    return f"{head}data: {text}\n\n".encode()
 
 
 def finite(logprob: float) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -10,6 +11,7 @@ import httpx
 import pytest
 
 from stretto.server.client import PERCENTILES, ApiFailure, Client, Load, LoadResult, Seen, run_load
+from stretto.server.generate import sse
 
 
 def loaded(connect: Any, load: Load) -> LoadResult:
@@ -114,3 +116,29 @@ def test_what_is_no_chat_api_is_a_failure(answer: str) -> None:
 
     with pytest.raises(ApiFailure, match="502: the server has no chat API"):
         asyncio.run(ask())
+
+
+@pytest.mark.parametrize("size", [1, 7, 1000])
+def test_lines_of_a_stream_end_at_a_line_feed_only(size: int) -> None:
+    """A text may have other characters at which Python's `str.splitlines` divides, here as another server writes them."""
+    text = "a\x85\u2028é\u2029🙂"
+    chunk = json.dumps({"choices": [{"text": text}]}, ensure_ascii=False)
+    raw = f"data: {chunk}\r\n\r\ndata: [DONE]\n\n".encode()
+
+    async def reads() -> AsyncIterator[bytes]:
+        for start in range(0, len(raw), size):
+            yield raw[start : start + size]
+
+    async def streamed() -> list[str]:
+        transport = httpx.MockTransport(lambda request: httpx.Response(200, content=reads()))
+        async with Client("http://test", transport=transport) as client:
+            return [piece.text async for piece in client.stream_completion("x")]
+
+    assert asyncio.run(streamed()) == [text]
+
+
+def test_a_stream_has_no_character_at_which_a_client_may_break_its_lines() -> None:
+    payload = {"text": "a\x85\u2028é\u2029🙂"}
+    written = sse(payload).decode()
+    assert written.splitlines() == [written.strip(), ""] and "é🙂" in written.replace("\\u2029", "")
+    assert json.loads(written.removeprefix("data: ")) == payload
