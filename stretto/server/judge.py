@@ -38,6 +38,15 @@ def judge_app(judge: LocalJudge, settings: ServeSettings = _LOCAL) -> Starlette:
         ends = np.cumsum([len(each.texts) for each in questions])
         return [_answer(judge, *each) for each in zip(questions, np.split(scores_N, ends[:-1]), strict=True)]
 
+    async def read(questions: Sequence[Question]) -> list[str]:
+        """`answers` in a thread. If the client goes away meanwhile, ends when the thread does."""
+        work = asyncio.ensure_future(run_in_threadpool(answers, questions))
+        try:
+            return await asyncio.shield(work)
+        except asyncio.CancelledError:
+            await asyncio.gather(work, return_exceptions=True)
+            raise
+
     async def answered(question: Question) -> str:
         """The answer to ``question``. One network scores for all requests: the request that gets the lock scores a batch of itself and of
         the questions that have arrived meanwhile."""
@@ -48,11 +57,11 @@ def judge_app(judge: LocalJudge, settings: ServeSettings = _LOCAL) -> Starlette:
                 if not own.done():
                     batch = [own, *(each for each in waiting if each is not own)][: judge.at_once]
                     try:
-                        texts = await run_in_threadpool(answers, [waiting[each] for each in batch])
+                        texts = await read([waiting[each] for each in batch])
                     except UserError:  # possibly of another question in the batch
                         if len(batch) == 1:
                             raise
-                        batch, texts = [own], await run_in_threadpool(answers, [question])
+                        batch, texts = [own], await read([question])
                     for each, text in zip(batch, texts, strict=True):
                         if not each.done():
                             each.set_result(text)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import threading
@@ -140,6 +141,27 @@ def test_who_gave_up_waiting_is_not_answered() -> None:
         judge.go_on.set()
         assert first.result().status_code == post(json=_rate("three")).status_code == 200
     assert judge.asked == [["one"], ["three"]]
+
+
+def test_the_network_reads_for_one_at_a_time_also_if_the_one_goes_away() -> None:
+    judge: Any = Slow(at_once=1)
+
+    async def work() -> None:
+        transport = httpx.ASGITransport(judge_app(judge))
+        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
+            first, second = (
+                asyncio.create_task(client.post("/v1/chat/completions", json=_rate(text))) for text in ("one", "two")
+            )
+            await asyncio.to_thread(judge.begun.wait, 10)
+            first.cancel()
+            for _ in range(20):
+                await asyncio.sleep(0.01)
+            assert judge.asked == [["one"]]
+            judge.go_on.set()
+            assert (await second).status_code == 200
+
+    asyncio.run(work())
+    assert judge.asked == [["one"], ["two"]]
 
 
 def test_those_who_wait_are_read_together_and_one_that_cannot_be_read_spoils_no_other() -> None:
