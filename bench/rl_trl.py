@@ -47,7 +47,7 @@ from stretto.base.track import METRICS_FILE, progress, read_metrics, wide_consol
 from stretto.base.trajectory import Group, Outcome, Segment, Trajectory, Verdict
 from stretto.engine.loading import open_engine
 from stretto.engine.request import EngineConfig, Phases, Request, Sampling
-from stretto.flow.prompts import Prompts, SourceTables, plan_prompts
+from stretto.flow.prompts import Prompts, SourceTables, prompts_of
 from stretto.learning.algorithms import advantages
 from stretto.learning.dialogue import Dialogue
 from stretto.learning.recipe import RlRecipe
@@ -225,7 +225,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         sources = SourceTables(dict(recipe.sources), recipe.sandbox)()
-        prompts = plan_prompts(recipe, {name: source.num_items for name, source in sources.items()})
+        prompts = prompts_of(recipe, sources)
         start = _plain(options.start or made_start(recipe, folder), folder / "start")
         bench = Bench(
             recipe, options.recipe, settings, start, folder, python, options.steps, options.held_out, prompts, sources

@@ -19,7 +19,7 @@ from stretto.base.errors import UserError
 from stretto.base.trajectory import GroupRef, Task, WeightVersion
 from stretto.flow.agent import AgentRole
 from stretto.flow.clients import Clients
-from stretto.flow.prompts import SourceTables, plan_prompts
+from stretto.flow.prompts import SourceTables, prompts_of
 from stretto.flow.reward import RewardRole
 from stretto.flow.rollout import EngineRole, open_rollout_engine
 from stretto.learning.metrics import StepReport
@@ -49,7 +49,7 @@ async def run_plainly(
     Raises UserError: as `run_synchronously`, or a role refuses to start."""
     tables = SourceTables(dict(recipe.sources), recipe.sandbox)
     with tables.opened() as sources:
-        prompts = plan_prompts(recipe, {name: source.num_items for name, source in sources.items()})
+        prompts = prompts_of(recipe, sources)
     engine = EngineRole(partial(open_rollout_engine, recipe, start, device), taken_over)
     try:
         clients = Clients([engine], RewardRole(tables, recipe.runtime.rewards.deadline_s))

@@ -26,7 +26,7 @@ from stretto.base.records import read_lineage
 from stretto.base.trajectory import Group, Outcome, Segment, Task, Trajectory, Verdict
 from stretto.data.loader import key_of
 from stretto.engine.request import Completion, Phases, Request, Sampling
-from stretto.flow.prompts import SourceTables, plan_prompts
+from stretto.flow.prompts import SourceTables, prompts_of
 from stretto.flow.rollout import open_rollout_engine
 from stretto.learning.dialogue import Dialogue
 from stretto.learning.recipe import RlRecipe, SourceConfig
@@ -166,7 +166,7 @@ def learn(
         closing(TrainerRole(recipe, passing, begin, ranks=_ranks(device))) as trainer,
     ):
         sampler = Sampler(recipe, begin, device, sources)
-        prompts = plan_prompts(recipe, {name: sources[name].num_items for name in recipe.sources})
+        prompts = prompts_of(recipe, sources)
         train = recipe.train
         for step in range(train.steps):
             tasks = [prompts.task(number) for number in range(step * train.prompts, (step + 1) * train.prompts)]
@@ -208,7 +208,7 @@ def imitate(
 ) -> dict[str, Any]:
     """Offline distillation: SFT of ``begin`` on the right ones among ``num_samples`` answers of the teachers, by source."""
     with SourceTables(dict(recipe.sources), recipe.sandbox).opened() as sources:
-        prompts = replace(plan_prompts(recipe, {name: each.num_items for name, each in sources.items()}), group=1)
+        prompts = replace(prompts_of(recipe, sources), group=1)
         tasks = [prompts.task(number) for number in range(num_samples)]
         right: dict[int, tuple[Problem, str]] = {}
         flops = 0

@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
+from types import MappingProxyType
 
 import numpy as np
 from numpy.typing import NDArray
@@ -114,18 +115,28 @@ def _shuffled(nums: tuple[int, ...], seed: int, phase: int, deck: int) -> NDArra
     return cards[permute(np.arange(len(cards)), len(cards), key_of(seed, _SOURCE, phase, deck))]
 
 
-def plan_prompts(recipe: RlRecipe, num_items: Mapping[str, int | None]) -> Prompts:
-    """The prompts of ``recipe``. The last items of each finite source are held out.
+def prompts_of(recipe: RlRecipe, sources: Mapping[str, TaskSource]) -> Prompts:
+    """`plan_prompts` for opened ``sources``."""
+    num_items, variants = (
+        {name: getattr(each, field) for name, each in sources.items()} for field in ("num_items", "variants")
+    )
+    return plan_prompts(recipe, num_items, variants)
+
+
+def plan_prompts(
+    recipe: RlRecipe, num_items: Mapping[str, int | None], variants: Mapping[str, int] = MappingProxyType({})
+) -> Prompts:
+    """The prompts of ``recipe``. The last problems of each finite source are held out, each with all of its ``variants``.
     Raises UserError: a source has too few problems to hold some out."""
     names, sizes = tuple(recipe.sources), list[int | None]()
     for name in names:
-        size = num_items[name]
+        size, num_variants = num_items[name], variants.get(name, 1)
         num_held_out = max(-(-recipe.train.eval_prompts // len(names)), recipe.sources[name].held_out)
-        if size is not None and size <= num_held_out:
+        if size is not None and size <= num_held_out * num_variants:
             raise UserError(
-                f"sources.{name}: has {size} problems, and {num_held_out} are held out; lower train.eval_prompts and its held_out"
+                f"sources.{name}: has {size // num_variants} problems, and {num_held_out} are held out; lower train.eval_prompts and its held_out"
             )
-        sizes.append(None if size is None else size - num_held_out)
+        sizes.append(None if size is None else size - num_held_out * num_variants)
     total = sum(source.weight for source in recipe.sources.values())
     shares = tuple(source.weight / total for source in recipe.sources.values())
     return Prompts(names, shares, tuple(sizes), recipe.rollout.group, recipe.rollout.max_tokens, recipe.train.seed)
@@ -209,7 +220,7 @@ def check_sources(
         counts = ", ".join(f"{name} ({'endless' if num is None else f'{num:,}'})" for name, num in sizes.items())
         levels = [source.sandbox.isolation for source in sources.values() if source.sandbox is not None]
         say(f"problems: {counts}" + "".join(f"; sandbox isolation: {level}" for level in levels[:1]))
-        prompts = plan_prompts(recipe, sizes)
+        prompts = prompts_of(recipe, sources)
         tasks = [prompts.task(ordinal) for ordinal in range(min(_TRIED_PROMPTS, train.steps * train.prompts))]
         tasks += [prompts.held_out(number) for number in range(train.eval_prompts)]
         offers_tools = False

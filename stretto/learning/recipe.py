@@ -106,7 +106,7 @@ class SourceConfig(Config):
     weight: float = Field(default=1.0, gt=0)
     """Share of the prompts, relative to the other sources."""
     held_out: int = Field(default=0, ge=0)
-    """Smallest number of problems that are not trained on, if ``train.eval_prompts`` holds out fewer of a finite source."""
+    """Smallest number of problems (each with all variants) that are not trained on, if ``train.eval_prompts`` holds out fewer of a finite source."""
 
 
 class StartConfig(Config):

@@ -24,7 +24,7 @@ from stretto.data import pack
 from stretto.data.conversations import Fitted
 from stretto.data.loader import Batch, Loader, Mixture, key_of
 from stretto.data.pack import Piece
-from stretto.flow.prompts import SUPERVISED, Prompts, plan_prompts
+from stretto.flow.prompts import SUPERVISED, Prompts, prompts_of
 from stretto.learning.dialogue import Dialogue
 from stretto.learning.recipe import RlRecipe, StartConfig
 from stretto.model.lora import add_adapters, load_adapters, merge, write_adapters
@@ -155,7 +155,7 @@ def sft(
     start, ranks = recipe.start, ranks or join()
     if start is None:
         raise UserError("recipe: start: missing; add one, or give a checkpoint with --model")
-    prompts = plan_prompts(recipe, {name: source.num_items for name, source in sources.items()})
+    prompts = prompts_of(recipe, sources)
     initial = _initial(recipe, start, origin)
     config = initial.config
     if tokenizer is None:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stretto.base.errors import UserError
-from stretto.flow.prompts import SUPERVISED, Prompts, plan_prompts
+from stretto.flow.prompts import SUPERVISED, Prompts, SourceTables, plan_prompts, prompts_of
 from stretto.learning.recipe import RlRecipe, RlTrainConfig, SourceConfig
 from stretto.optim.schedule import OptimConfig
 
@@ -45,6 +47,21 @@ def test_held_out_problems_are_never_trained_on() -> None:
     assert {task.group for task in held_out} == {1} and all(task.ordinal < 0 for task in held_out)
     trained = {(task.source, task.item) for task in map(prompts.task, range(4000))}
     assert not trained & {(task.source, task.item) for task in held_out}
+
+
+def test_all_orders_of_a_held_out_multiple_choice_problem_are_held_out(tmp_path: Path) -> None:
+    path = tmp_path / "quiz.jsonl"
+    path.write_text(
+        "".join(json.dumps({"question": f"{at}?", "options": ["x", "y"], "answer": "A"}) + "\n" for at in range(12))
+    )
+    recipe = RECIPE.replace(sources={"quiz": SourceConfig(kind="choice", args={"path": str(path)}, held_out=5)})
+    recipe = recipe.replace(train=recipe.train.replace(eval_prompts=3))
+    with SourceTables(recipe.sources, recipe.sandbox).opened() as sources:
+        prompts = prompts_of(recipe, sources)
+        trained = {
+            sources["quiz"].problem(prompts.task(ordinal).item).messages[0]["content"][:2] for ordinal in range(400)
+        }
+    assert trained == {f"{at}?"[:2] for at in range(7)}, "an evaluation of 5 problems asks the other 5 in 4 orders"
 
 
 def test_a_source_too_small_to_hold_anything_out_is_refused() -> None:
