@@ -14,7 +14,7 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -92,6 +92,11 @@ def sized(text: str) -> tuple[Path, str]:
     """Path and size of an argument PATH or PATH:SIZE; the size is empty where none is given. A path that exists may contain a colon."""
     path, colon, size = ("", "", "") if Path(text).exists() else text.rpartition(":")
     return (Path(path), size) if colon else (Path(text), "")
+
+
+def separated(texts: Sequence[str]) -> list[str]:
+    """Parts of ``texts``, which are joined by commas. The path of a file that exists is one part."""
+    return [part for text in texts for part in ([text] if Path(text).is_file() else text.split(","))]
 
 
 @contextmanager

@@ -27,7 +27,7 @@ from pydantic import Field
 
 from stretto.base.config import Config
 from stretto.base.errors import UserError, nearest
-from stretto.base.paths import remove, user_cache
+from stretto.base.paths import remove, separated, user_cache
 from stretto.base.track import progress, say
 from stretto.evals.scores import MOST_INFRA
 from stretto.server.client import SERVING
@@ -100,7 +100,7 @@ class Judged:
 
 def harness_names(named: Sequence[str]) -> tuple[list[str], list[str]]:
     """Values of ``--suite``, split into suites of other harnesses and the rest."""
-    parts = [part for each in named for part in each.split(",")]
+    parts = separated(named)
     return [part for part in parts if part in SUITES], [part for part in parts if part not in SUITES]
 
 

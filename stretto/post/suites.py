@@ -12,6 +12,7 @@ from pydantic import Field
 
 from stretto.base.config import Config, plain_tree, read_tree, validate
 from stretto.base.errors import UserError, nearest
+from stretto.base.paths import separated
 from stretto.flow.prompts import SourceTables
 from stretto.learning.recipe import RlRecipe, SourceConfig
 from stretto.learning.roles import SandboxConfig
@@ -73,8 +74,8 @@ def parse_suites(named: Sequence[str] | Mapping[str, Any], beside: Collection[st
     if isinstance(named, Mapping):
         return _suites_in(plain_tree(named), "suites", "recipe", None)
     found: dict[str, SuiteConfig] = {}
-    for text in ",".join(named).split(",") if named else ():
-        name, _, data = text.partition("=")
+    for text in separated(named):
+        name, _, data = (text, "", "") if Path(text).is_file() else text.partition("=")
         path = Path(name)
         is_file = path.suffix in (".toml", ".json")
         tree = read_tree(path if is_file else SUITES)
@@ -102,7 +103,7 @@ def _suites_in(tree: Mapping[str, Any], place: str, title: str, data: str | None
         recipe = validate(RlRecipe, tree, place)
         limits = {key: getattr(recipe.rollout, key) for key in ("max_tokens", "max_turns", "temperature")}
         num = -(-recipe.train.eval_prompts // len(recipe.sources))
-        _check_sources(recipe.sources, place)
+        check_kinds(recipe.sources, place)
         return {title: SuiteConfig(sources=recipe.sources, problems=num, sandbox=recipe.sandbox, **limits)}
     found = {}
     for key in tree:
@@ -114,11 +115,11 @@ def _suites_in(tree: Mapping[str, Any], place: str, title: str, data: str | None
         found[key] = suite.replace(sources=sources)
     _check_names(found, place)
     for key, suite in found.items():
-        _check_sources(suite.sources, f"{place}: {key}")
+        check_kinds(suite.sources, f"{place}: {key}")
     return found
 
 
-def _check_sources(sources: Mapping[str, SourceConfig], place: str) -> None:
+def check_kinds(sources: Mapping[str, SourceConfig], place: str) -> None:
     """Check kinds and arguments of ``sources``. Raises `UserError`, with a message that starts with ``place``."""
     for name, source in sources.items():
         judge = {"judge": "scripted"} if source.kind == "judged" else {}  # a judge may be named later, with --judge

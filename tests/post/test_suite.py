@@ -20,6 +20,7 @@ from stretto.data.conversations import ConversationForm
 from stretto.engine.engine import Engine
 from stretto.evals.scores import pass_at_k, pass_hat_k
 from stretto.flow import prompts
+from stretto.harness.suites import harness_names
 from stretto.learning.recipe import RlRecipe, SourceConfig
 from stretto.model.checkpoint import write_checkpoint
 from stretto.model.spec import SubnetChoice
@@ -465,6 +466,14 @@ def test_suites_by_name(tmp_path: Path) -> None:
     path = tmp_path / "mine.toml"
     path.write_text('[a.sources.x]\nkind = "strings"\nargs = { operation = "sort" }\n[b.sources.y]\nkind = "tools"\n')
     assert list(parse_suites([str(path)])) == ["a", "b"]
+
+
+def test_the_path_of_a_suite_may_have_commas_and_equals_signs(tmp_path: Path) -> None:
+    path = tmp_path / "lr=1e-3,steps=9" / "mine.toml"
+    path.parent.mkdir()
+    path.write_text("[a.sources.x]\nkind = 'arithmetic'\n")
+    assert list(parse_suites([str(path), "gym,tools"])) == ["a", "gym", "tools"]
+    assert harness_names([str(path), "tau,gym"]) == (["tau"], [str(path), "gym"])
 
 
 def test_a_recipe_is_a_suite(tmp_path: Path) -> None:
