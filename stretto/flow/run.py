@@ -15,7 +15,18 @@ from pathlib import Path, PurePath
 
 from stretto.base.config import check_unchanged, completed
 from stretto.base.errors import InfraError, UserError
-from stretto.base.paths import CHECKPOINT, RECIPE_FILE, claimed, read_json, remove, stored_path, write_json, write_text
+from stretto.base.paths import (
+    CHECKPOINT,
+    RECIPE_FILE,
+    checkpoint_folder,
+    claimed,
+    read_json,
+    remove,
+    stored_path,
+    write_json,
+    write_text,
+)
+from stretto.base.records import find_lineage
 from stretto.base.track import read_metrics
 from stretto.flow.controller import Controller, Limits, default_window
 from stretto.flow.driver import Driver
@@ -213,7 +224,8 @@ async def _attempt(
     with trace.span("trainer", "resume"):
         cut = await roles.call_trainer("resume", deadline_s=write_s) if resumes else None
     # the trainer has checked that a resumed run has the same start, but the folder may have moved
-    write_json(job.folder / START_FILE, {"checkpoint": str(stored_path(job.start, job.folder))})
+    place = str(stored_path(job.start, job.folder))
+    write_json(job.folder / START_FILE, {"checkpoint": place, "teachers": teacher_weights(recipe)})
     ledger = Ledger.resume(journal, cut) if resumes else Ledger.start(journal)
     try:
         controller = Controller(controller_limits(recipe), prompts.task, ledger)
@@ -261,9 +273,28 @@ def controller_limits(recipe: RlRecipe) -> Limits:
 
 
 def check_recipe(recipe: RlRecipe, folder: Path) -> None:
-    """Raises UserError: ``recipe`` cannot resume the run in the folder, which has another one."""
-    before = completed(RlRecipe, read_json(folder / RECIPE_FILE))
-    check_unchanged(before, recipe.model_dump(mode="json"), folder, (*LAYOUT, *STEERING))
+    """Raises UserError: ``recipe`` cannot resume the run in the folder, which has another one, or teachers with other weights. The folder
+    of a teacher may have moved."""
+    before, path, moved = completed(RlRecipe, read_json(folder / RECIPE_FILE)), folder / START_FILE, list[str]()
+    known = read_json(path).get("teachers", {}) if path.exists() else {}
+    for name, weights in teacher_weights(recipe).items():
+        field = f"distill.teachers.{name}.checkpoint"
+        if weights == known.get(name):
+            moved.append(field)
+        elif name in known:
+            raise UserError(
+                f"{folder}: {field}: its weights are not those with which this run started; name that teacher, or start a new run folder"
+            )
+    check_unchanged(before, recipe.model_dump(mode="json"), folder, (*LAYOUT, *STEERING, *moved))
+
+
+def teacher_weights(recipe: RlRecipe) -> dict[str, str]:
+    """Hashes of the weights of the distillation's teachers by name; without those that are servers or have no lineage."""
+    teachers = {} if recipe.distill is None else recipe.distill.teachers
+    folders = {
+        name: checkpoint_folder(each.checkpoint) for name, each in teachers.items() if each.checkpoint is not None
+    }
+    return {name: lineage.weights_hash for name, each in folders.items() if (lineage := find_lineage(each)) is not None}
 
 
 def check_steps(recipe: RlRecipe, files: RunFiles) -> None:

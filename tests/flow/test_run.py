@@ -13,6 +13,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -35,10 +36,20 @@ from stretto.flow.launch import Job, with_precision
 from stretto.flow.ledger import Ledger
 from stretto.flow.log import Say, read_status
 from stretto.flow.prompts import plan_prompts
-from stretto.flow.run import Result, check_recipe, check_steps, in_order, opened, run_rl, sweep, take_up
+from stretto.flow.run import (
+    Result,
+    check_recipe,
+    check_steps,
+    in_order,
+    opened,
+    run_rl,
+    sweep,
+    take_up,
+    teacher_weights,
+)
 from stretto.learning import channel
 from stretto.learning.metrics import StepReport
-from stretto.learning.recipe import JOURNAL_FILE, RlRecipe
+from stretto.learning.recipe import JOURNAL_FILE, START_FILE, RlRecipe
 from stretto.learning.samples import log_name
 from stretto.learning.trainer import TrainerRole
 from stretto.learning.weights import fetch, publish
@@ -165,6 +176,31 @@ def test_a_run_of_an_older_version_goes_on_and_only_a_real_change_is_refused(tmp
     write_json(run / RECIPE_FILE, written)
     with pytest.raises(UserError, match=r"rollout\.forgotten: was 3 when this run started, is not set now"):
         check_recipe(recipe, run)
+
+
+def test_a_teacher_may_move_and_may_not_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = tmp_path / "run"
+    monkeypatch.setattr(
+        "stretto.flow.run.find_lineage", lambda folder: SimpleNamespace(weights_hash=(folder / "weights").read_text())
+    )
+
+    def taught_by(name: str, weights: str) -> RlRecipe:
+        (tmp_path / name).mkdir(exist_ok=True)
+        (tmp_path / name / "config.json").touch()
+        (tmp_path / name / "weights").write_text(weights)
+        teacher = {"checkpoint": str(tmp_path / name), "domains": ["digits"]}
+        return policy_recipe(distill={"teachers": {"x": teacher}})
+
+    recipe = taught_by("old", "1")
+    began(recipe, run)
+    write_json(run / START_FILE, {"checkpoint": "", "teachers": teacher_weights(recipe)})
+    check_recipe(taught_by("new", "1"), run)
+    for name in ("new", "old"):
+        with pytest.raises(UserError, match=r"run: distill\.teachers\.x\.checkpoint: its weights are not those"):
+            check_recipe(taught_by(name, "2"), run)
+    write_json(run / START_FILE, {"checkpoint": ""})  # of an older version
+    with pytest.raises(UserError, match=r"distill\.teachers\.x\.checkpoint: was .*old' when this run started"):
+        check_recipe(taught_by("new", "1"), run)
 
 
 def test_a_resumed_run_keeps_the_order_of_its_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
