@@ -31,8 +31,9 @@ from pydantic import Field
 
 from stretto.api.arguments import ModelLike, PathLike, model_path, run_folder
 from stretto.api.model import Model, load
+from stretto.api.rl import judged_and_verifiable
 from stretto.api.train import command_to_try
-from stretto.base.config import Config, Settings, differences, read_recipe, validate
+from stretto.base.config import Config, Settings, completed, differences, read_recipe, validate
 from stretto.base.errors import UserError, nearest, user_errors_naming
 from stretto.base.numbers import durations_alike, listed, short, si, si_alike
 from stretto.base.paths import CHECKPOINT, RUN_FILE, checkpoint_folder, claimed, read_json, user_path, write_json
@@ -45,6 +46,7 @@ from stretto.model.checkpoint import known_hash, read_config
 from stretto.model.parallel import DeviceLike
 from stretto.model.spec import ModelConfig, count
 from stretto.post.pipeline import MODEL, RECIPE, STAGES, PipelineRecipe, Step, plan
+from stretto.post.suites import check_kinds
 from stretto.report.page import REPORT_FOLDER
 from stretto.report.rl import report_rl_run
 from stretto.train.recipe import SftRecipe
@@ -138,6 +140,7 @@ def run(
     path, folder = user_path(recipe, "recipe"), run_folder(out, recipe, "pipeline")
     parsed = read_recipe(path, PipelineRecipe, settings)
     steps = plan(parsed, str(path))
+    _check_tasks(steps, str(path))
     for flag, name in (("--from", first), ("--until", until)):
         stages = list(dict.fromkeys(step.stage for step in steps))
         if name is not None and name not in stages:
@@ -161,23 +164,33 @@ def run(
         _print_plan(pipeline, wanted, first, price)
     else:
         _run_stages(pipeline, wanted, first)
-    result = last_result(folder)
-    return None if result is None else load(result, device=device)
+    done = [step for step in steps if step.stage in ("sft", "distill", "online") and pipeline.is_done(step)]
+    return load(pipeline.place(done[-1].name), device=device) if done else None
+
+
+def _check_tasks(steps: Sequence[Step], source: str) -> None:
+    """Raises `UserError`: a step, read from the file ``source``, has a task with a wrong kind or argument, or is online RL without a
+    judge."""
+    for step in steps:
+        if isinstance(step.recipe, RlRecipe):
+            check_kinds(step.recipe.sources, f"{source}: {step.name}")
+            if step.stage == "online":
+                judged_and_verifiable(step.recipe, f"{source}: online")
 
 
 def _run_stages(pipeline: Pipeline, wanted: Sequence[Step], first: str | None) -> None:
     """Run the steps in ``wanted`` that are not done; repeat all steps from the stage ``first`` on."""
     with claimed(pipeline.folder):
+        check_unchanged(pipeline, first)  # refused before anything is moved
         if first is not None:
-            _set_aside(pipeline, STAGES.index(first))
-        check_unchanged(pipeline)
+            _set_aside(pipeline.folder, STAGES.index(first))
         for stage in dict.fromkeys(step.stage for step in wanted):
             own = [step for step in wanted if step.stage == stage]
             if stage == "distill" and not pipeline.is_done(own[0]):
                 _check_moved(pipeline, own[0])
             _run_stage(pipeline, own)
-    console = wide_console()
-    console.print(_result_table(pipeline))
+    if (table := _result_table(pipeline)).rows:
+        wide_console().print(table)
     if last := [step for step, _ in _receipts(pipeline) if step.stage != "controls"][-1:]:
         say(f"next: {command_to_try(pipeline.place(last[0].name))}")
 
@@ -188,13 +201,24 @@ def last_result(folder: Path) -> Path | None:
     return next((place for place in places if place.is_dir()), None)
 
 
-def check_unchanged(pipeline: Pipeline) -> None:
-    """Raises `UserError`: the recipe or the starting weights of a finished step have changed."""
+def check_unchanged(pipeline: Pipeline, first: str | None = None) -> None:
+    """Raises `UserError`: the recipe or the starting weights of a finished step have changed, or are missing. Steps from the stage
+    ``first`` on are not checked."""
     state = _read_state(pipeline.folder)
     for step in pipeline.steps:
+        if first is not None and STAGES.index(step.stage) >= STAGES.index(first):
+            continue
         if step.name not in state.steps or not pipeline.is_done(step):
             continue
-        for field, (before, now) in differences(state.steps[step.name].inputs, _inputs(pipeline, step)).items():
+        names = [name for name in _named_places(step) if f"{{{name}}}" != MODEL]
+        if missing := [name for name in names if not pipeline.place(name).exists()]:
+            raise UserError(
+                f"{pipeline.place(missing[0])}: no such checkpoint, and {step.name} was made from it; put it back, or repeat its stage "
+                f"with --from {missing[0].partition('/')[0]}"
+            )
+        inputs = state.steps[step.name].inputs
+        inputs = inputs | {"recipe": completed(type(step.recipe), inputs.get("recipe", {}))}  # of an older version
+        for field, (before, now) in differences(inputs, _inputs(pipeline, step)).items():
             if field.startswith(_LAYOUT):
                 continue
             raise UserError(
@@ -225,20 +249,18 @@ def _moved(pipeline: Pipeline) -> dict[str, float]:
     return {name: kls[-1] for name, each in found.items() if (kls := [kl for kl in each if kl is not None])}
 
 
-def _set_aside(pipeline: Pipeline, first: int) -> None:
-    """Move the results of the stages from ``first`` on into a ``before-N`` folder, so that no work is deleted."""
-    state = _read_state(pipeline.folder)
-    place = next(place for number in numbers(1) if not (place := pipeline.folder / f"{BEFORE}{number}").exists())
-    for step in pipeline.steps:
-        if STAGES.index(step.stage) < first:
-            continue
-        for path in (pipeline.folder / step.name, _recipe_file(pipeline, step), _log_file(pipeline, step)):
+def _set_aside(folder: Path, first: int) -> None:
+    """Move the results of the stages from ``first`` on into a ``before-N`` folder, so that no work is deleted. Stages and domains that the
+    recipe does not have any more are moved, too."""
+    state = _read_state(folder)
+    place = next(place for number in numbers(1) if not (place := folder / f"{BEFORE}{number}").exists())
+    for stage in STAGES[first:]:
+        for path in (folder / stage, folder / f"{stage}.json", folder / f"{stage}.log"):
             if path.exists():
-                target = place / path.relative_to(pipeline.folder)
-                target.parent.mkdir(parents=True, exist_ok=True)
-                path.rename(target)
-    earlier = {step.name for step in pipeline.steps if STAGES.index(step.stage) < first}
-    _write_state(pipeline.folder, {name: each for name, each in state.steps.items() if name in earlier})
+                place.mkdir(exist_ok=True)
+                path.rename(place / path.name)
+    earlier = STAGES[:first]
+    _write_state(folder, {name: each for name, each in state.steps.items() if name.partition("/")[0] in earlier})
 
 
 # --- running ----------------------------------------------------------------------------------------------------------
@@ -281,6 +303,13 @@ def _run_step(pipeline: Pipeline, step: Step, attempts: int, is_alone: bool, loc
     """Run one step, with further attempts after a failure. Returns the exit code of the last attempt."""
     folder, inputs = pipeline.folder / step.name, _inputs(pipeline, step)
     write_json(_recipe_file(pipeline, step), _filled(pipeline, step.recipe.model_dump(mode="json")))
+
+    def record(has_ended: bool) -> None:
+        with lock:
+            now = StepState(inputs=inputs, has_ended=has_ended)
+            _write_state(pipeline.folder, {**_read_state(pipeline.folder).steps, step.name: now})
+
+    record(has_ended=False)  # this process may be killed between the step's result and its end
     code = 0
     for attempt in range(attempts):
         command = [sys.executable, "-m", "stretto.cli.step", str(os.getpid()), *_arguments(pipeline, step)]
@@ -290,9 +319,7 @@ def _run_step(pipeline: Pipeline, step: Step, attempts: int, is_alone: bool, loc
             folder.parent.mkdir(parents=True, exist_ok=True)
             with _log_file(pipeline, step).open("a", encoding="utf-8") as log:
                 code = subprocess.run(command, check=False, stdout=log, stderr=log).returncode
-        with lock:
-            now = StepState(inputs=inputs, has_ended=code == 0)
-            _write_state(pipeline.folder, {**_read_state(pipeline.folder).steps, step.name: now})
+        record(has_ended=code == 0)
         if code in (0, BAD_INPUT, 130) or attempt + 1 == attempts:
             break
         say(f"{step.name} {_ending(code)}; retrying from its last good snapshot")

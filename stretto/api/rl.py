@@ -414,6 +414,15 @@ def _check_length(recipe: RlRecipe, start: Path | None) -> None:
         )
 
 
+def judged_and_verifiable(recipe: RlRecipe, source: str) -> tuple[list[str], list[str]]:
+    """Sources of ``recipe``, read from ``source``, with and without a judge. Raises `UserError`: nothing that `stretto online` is for."""
+    is_verifiable = {name: source_kind(name, each.kind).is_verifiable for name, each in recipe.sources.items()}
+    judged, verifiable = ([name for name, each in is_verifiable.items() if each is kind] for kind in (False, True))
+    if not judged and not recipe.rewards:
+        raise UserError(f"{source}: sources: none has a judge, and there is no [rewards]; add one, or use stretto rl")
+    return judged, verifiable
+
+
 def _online_recipe(recipe: RlRecipe, source: str, start: Path | None, self_teacher: bool) -> RlRecipe:
     """``recipe``, read from ``source``, as `stretto online` runs it from ``start``. With ``self_teacher``, the start is also the
     teacher of all verifiable sources.
@@ -421,10 +430,7 @@ def _online_recipe(recipe: RlRecipe, source: str, start: Path | None, self_teach
     Prints which sources have a judge and what keeps the policy near its start. Raises `UserError`: no source has a judge, or there
     is no start.
     """
-    is_verifiable = {name: source_kind(name, each.kind).is_verifiable for name, each in recipe.sources.items()}
-    judged, verifiable = ([name for name, each in is_verifiable.items() if each is kind] for kind in (False, True))
-    if not judged and not recipe.rewards:
-        raise UserError(f"{source}: sources: none has a judge, and there is no [rewards]; add one, or use stretto rl")
+    judged, verifiable = judged_and_verifiable(recipe, source)
     if start is None and recipe.start is None:
         raise UserError("--model: missing; name the run or checkpoint to train")
     if self_teacher:

@@ -38,6 +38,8 @@ NOTHING = Cell("–")
 def in_columns(rows: Rows, *forms: Callable[[list[float]], list[str]] | None) -> Rows:
     """``rows`` with the numbers of each column formatted together, so that they have one unit. None: the column is unchanged."""
     columns = [list(column) for column in zip(*rows, strict=True)]
+    if not rows:
+        return rows
     for place, form in enumerate(forms):
         if form is not None:
             texts = iter(form([cell.value for cell in columns[place] if cell.value is not None]))

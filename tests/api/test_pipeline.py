@@ -15,7 +15,7 @@ import psutil
 import pytest
 import rich
 
-from stretto.api.pipeline import Pipeline, State, StepState, check_unchanged
+from stretto.api.pipeline import Pipeline, State, StepState, check_unchanged, run
 from stretto.base.config import read_recipe
 from stretto.base.errors import UserError
 from stretto.base.paths import checkpoint_folder
@@ -111,6 +111,17 @@ def test_conversations_that_a_kill_left_half_read_are_read_anew(stretto: Run, pi
         ),
         ({}, ["--price", "2"], "--price: only the plan of --dry-run uses it"),
         ({"experts": {"recipe": {"optim": {"lr": -1}}}}, [], "experts, flip: optim.lr"),
+        ({"online": {}}, [], "p.json: online: sources: none has a judge, and there is no [rewards]"),
+        (
+            {"domains": {"a": {"sources": {"x": {**SOURCE, "kind": "string"}}}}},
+            [],
+            "p.json: sft: sources.x: kind: no kind 'string' (did you mean 'strings'?)",
+        ),
+        (
+            {"domains": {"a": {"sources": {"x": {**SOURCE, "args": {"operation": "sort", "lenght": 3}}}}}},
+            [],
+            "p.json: sft: sources.x.args: lenght: unknown key (did you mean 'length'?)",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused_before_anything_is_written(
@@ -136,10 +147,81 @@ def test_where_a_stage_runs_may_change_after_it_has_ended(pipeline: Path, tmp_pa
     (folder / "sft" / "sft").mkdir(parents=True)
     (folder / "pipeline.json").write_text(json.dumps({"steps": {"sft": {"inputs": told, "has_ended": True}}}))
     check_unchanged(ended[5.0])
+    del told["recipe"]["window"], told["recipe"]["rollout"]["tool_chars"]  # an older version did not know them
+    (folder / "pipeline.json").write_text(json.dumps({"steps": {"sft": {"inputs": told, "has_ended": True}}}))
+    check_unchanged(ended[5.0])
     told["recipe"]["staleness"] = 3
     (folder / "pipeline.json").write_text(json.dumps({"steps": {"sft": {"inputs": told, "has_ended": True}}}))
     with pytest.raises(UserError, match=r"recipe\.staleness was 3 when this stage ran"):
         check_unchanged(ended[5.0])
+
+
+@pytest.fixture
+def instant(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Commands of a pipeline that only write a result, and their folders' names in order."""
+    ran: list[str] = []
+
+    def command(arguments: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
+        out = Path(arguments[arguments.index("--out") + 1])
+        ran.append(out.name)
+        place = out / ("sft" if out.name == "sft" else "checkpoint")
+        place.mkdir(parents=True)
+        (out / "metrics.jsonl").write_text('{"step": 1, "eval/kl_start": 1.0}\n')
+        (out / "report").mkdir()
+        return subprocess.CompletedProcess(arguments, 0)
+
+    monkeypatch.setattr("stretto.api.pipeline.subprocess.run", command)
+    monkeypatch.setattr("stretto.api.pipeline.known_hash", lambda place: place.parent.name)
+    monkeypatch.setattr("stretto.api.pipeline.load", lambda place, device: place.parent.name)
+    return ran
+
+
+def test_a_step_that_a_kill_kept_from_being_recorded_is_not_taken_for_another(
+    pipeline: Path, tmp_path: Path, instant: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = subprocess.run
+
+    def killed(arguments: list[str], **options: Any) -> None:
+        own(arguments, **options)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr("stretto.api.pipeline.subprocess.run", killed)
+        run(pipeline, out=tmp_path / "out")
+    changed(pipeline, sft={"recipe": {"start": {**START, "steps": 9}}})
+    with pytest.raises(UserError, match=r"sft: recipe\.start\.steps was 25 when this stage ran, is 9 now"):
+        run(pipeline, out=tmp_path / "out")
+
+
+def test_results_of_a_stage_that_the_recipe_lost_are_not_its_results(
+    pipeline: Path, tmp_path: Path, instant: list[str]
+) -> None:
+    folder, online = tmp_path / "out", {"rewards": {"flip": {"diversity": "words"}}}
+    assert run(changed(pipeline, online=online), out=folder) == "online"
+    assert run(changed(pipeline, online=None), out=folder) == "distill"
+    assert run(pipeline, out=folder, first="distill") == "distill"
+    assert (folder / "before-1/online/checkpoint").is_dir()
+    assert run(changed(pipeline, online=online), out=folder) == "online"
+    assert instant == ["sft", "flip", "back", "distill", "online", "distill", "online"]
+
+
+def test_a_refusal_moves_nothing_and_names_the_checkpoint_that_is_missing(
+    pipeline: Path, tmp_path: Path, instant: list[str]
+) -> None:
+    folder = tmp_path / "out"
+    run(pipeline, out=folder)
+    (folder / "sft").rename(tmp_path / "aside")
+    with pytest.raises(UserError, match=r"out/sft/sft: no such checkpoint, and experts/flip was made from it; .* sft$"):
+        run(pipeline, out=folder, first="distill")
+    assert (folder / "distill").is_dir() and not (folder / "before-1").exists()
+    assert run(pipeline, out=folder, first="sft") == "distill"
+
+
+def test_an_evaluation_alone_is_a_pipeline(pipeline: Path, tmp_path: Path, instant: list[str]) -> None:
+    small_checkpoint(tmp_path / "model")
+    alone = changed(pipeline, sft=None, experts=None, distill=None, evaluate={"problems": 2})
+    assert run(alone, tmp_path / "model", tmp_path / "out") is None
+    assert instant == ["evaluate"]
 
 
 @pytest.mark.slow
