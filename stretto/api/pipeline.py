@@ -11,6 +11,7 @@ before-1/…      earlier results of the stages that `--from` runs again
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import shlex
@@ -59,8 +60,8 @@ BAD_INPUT = 2
 TRAINED_PASSES = 3
 """Cost of one forward and backward pass, in forward passes."""
 _LAYOUT = tuple(f"recipe.{table}" for table in LAYOUT)
-_PLACE = re.compile(r"\{(model|recipe|sft|distill|online|(?:experts|controls)/[^{}]+)\}")
-"""Placeholders for checkpoints in arguments and recipes (`stretto.post.pipeline.Step`)."""
+_PLACE = re.compile(r"(.*=)?\{(model|recipe|sft|distill|online|(?:experts|controls)/[^{}]+)\}", re.DOTALL)
+"""An argument or a teacher's folder that is a placeholder for a checkpoint (`stretto.post.pipeline.Step`), or a name, ``=`` and one."""
 
 
 class StepState(Config):
@@ -147,6 +148,8 @@ def run(
             raise UserError(f"{flag} {name}: no such stage{nearest(name, stages)}; this pipeline has {listed(stages)}")
     if first is not None and until is not None and STAGES.index(first) > STAGES.index(until):
         raise UserError(f"--from {first}, --until {until}: the first stage comes after the last; exchange them")
+    if price is not None and not 0 < price < math.inf:
+        raise UserError(f"--price {price}: must be a number above 0; give the price of one hour of a device")
     if price is not None and not dry_run:
         raise UserError("--price: only the plan of --dry-run uses it; add that, or leave it out")
     takes_model = any("model" in _named_places(step) for step in steps)
@@ -302,7 +305,7 @@ def _run_stage(pipeline: Pipeline, steps: Sequence[Step]) -> None:
 def _run_step(pipeline: Pipeline, step: Step, attempts: int, is_alone: bool, lock: threading.Lock) -> int:
     """Run one step, with further attempts after a failure. Returns the exit code of the last attempt."""
     folder, inputs = pipeline.folder / step.name, _inputs(pipeline, step)
-    write_json(_recipe_file(pipeline, step), _filled(pipeline, step.recipe.model_dump(mode="json")))
+    write_json(_recipe_file(pipeline, step), _filled_recipe(pipeline, step))
 
     def record(has_ended: bool) -> None:
         with lock:
@@ -353,18 +356,24 @@ def _inputs(pipeline: Pipeline, step: Step) -> dict[str, Any]:
 
 def _named_places(step: Step) -> list[str]:
     """Names of the checkpoints that the step begins with or reads, sorted."""
-    text = f"{step.recipe.model_dump(mode='json')} {step.arguments}"
-    return sorted(set(_PLACE.findall(text)) - {RECIPE[1:-1]})
+    distill = step.recipe.distill if isinstance(step.recipe, RlRecipe) else None
+    teachers = () if distill is None else distill.teachers.values()
+    texts = [*step.arguments, *(str(each.checkpoint) for each in teachers)]
+    return sorted({found[2] for text in texts if (found := _PLACE.fullmatch(text))} - {RECIPE[1:-1]})
 
 
-def _filled(pipeline: Pipeline, tree: Any) -> Any:
-    """``tree`` with every placeholder ``{NAME}`` replaced by the path of its checkpoint."""
-    if isinstance(tree, Mapping):
-        return {key: _filled(pipeline, value) for key, value in tree.items()}
-    if isinstance(tree, list | tuple):
-        return [_filled(pipeline, value) for value in tree]
-    if isinstance(tree, str):
-        return _PLACE.sub(lambda found: str(pipeline.place(found[1])), tree)
+def _filled(pipeline: Pipeline, text: str) -> str:
+    """``text`` with its placeholder ``{NAME}``, if it is one, replaced by the path of its checkpoint."""
+    found = _PLACE.fullmatch(text)
+    return text if found is None else f"{found[1] or ''}{pipeline.place(found[2])}"
+
+
+def _filled_recipe(pipeline: Pipeline, step: Step) -> dict[str, Any]:
+    """The recipe of ``step`` as plain data, with the folders of its teachers. Other texts are the user's."""
+    tree = step.recipe.model_dump(mode="json")
+    for teacher in (tree.get("distill") or {}).get("teachers", {}).values():
+        if teacher["checkpoint"] is not None:
+            teacher["checkpoint"] = _filled(pipeline, teacher["checkpoint"])
     return tree
 
 

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Literal, Self, get_args
 from pydantic import Field, model_validator
 
 from stretto.base.config import Config, ConfigT, validate
-from stretto.base.errors import UserError
+from stretto.base.errors import UserError, one_line
 from stretto.base.paths import CHECKPOINT
 from stretto.learning.recipe import START, RlRecipe, SourceConfig
 from stretto.train.recipe import SftRecipe
@@ -98,8 +98,14 @@ class PipelineRecipe(Config):
         seen: dict[str, str] = {}
         for domain, config in self.domains.items():
             if not re.fullmatch(r"[\w-]+", domain):  # the name of a folder
-                raise ValueError(f"domains.{domain}: a name has letters, digits, _ and - only; choose another")
+                raise ValueError(
+                    f"domains.{one_line(domain)}: a name has letters, digits, _ and - only; choose another"
+                )
             for source in config.sources:
+                if "=" in source:  # the evaluation is told SOURCE=TEACHER
+                    raise ValueError(
+                        f"domains.{domain}.sources.{one_line(source)}: a name has no equals sign; choose another"
+                    )
                 if source in seen:
                     raise ValueError(
                         f"domains.{domain}.sources.{source}: domain {seen[source]!r} has a source with this name; choose another"

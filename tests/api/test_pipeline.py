@@ -109,6 +109,12 @@ def test_conversations_that_a_kill_left_half_read_are_read_anew(stretto: Run, pi
             ["--from", "distill", "--until", "sft"],
             "--from distill, --until sft: the first stage comes after the last",
         ),
+        ({}, ["--dry-run", "--price", "-1"], "--price -1.0: must be a number above 0"),
+        (
+            {"domains": {"a": {"sources": {"x=y": SOURCE}}}},
+            [],
+            "domains.a.sources.x=y: a name has no equals sign; choose another",
+        ),
         ({}, ["--price", "2"], "--price: only the plan of --dry-run uses it"),
         ({"experts": {"recipe": {"optim": {"lr": -1}}}}, [], "experts, flip: optim.lr"),
         ({"online": {}}, [], "p.json: online: sources: none has a judge, and there is no [rewards]"),
@@ -215,6 +221,19 @@ def test_a_refusal_moves_nothing_and_names_the_checkpoint_that_is_missing(
         run(pipeline, out=folder, first="distill")
     assert (folder / "distill").is_dir() and not (folder / "before-1").exists()
     assert run(pipeline, out=folder, first="sft") == "distill"
+
+
+def test_a_text_of_the_recipe_that_looks_like_a_placeholder_stays(
+    pipeline: Path, tmp_path: Path, instant: list[str]
+) -> None:
+    texts = {"flip": {"format": "{recipe} {model} {experts/none}"}, "back": {"format": "{sft}"}}
+    run(changed(pipeline, online={"rewards": texts}), out=tmp_path / "out")
+    assert (
+        json.loads((tmp_path / "out/online.json").read_text())["rewards"]["flip"]["format"] == texts["flip"]["format"]
+    )
+    assert json.loads((tmp_path / "out/online.json").read_text())["rewards"]["back"]["format"] == "{sft}"
+    taught = json.loads((tmp_path / "out/distill.json").read_text())["distill"]["teachers"]
+    assert taught["flip"]["checkpoint"] == str(tmp_path / "out/experts/flip/checkpoint")
 
 
 def test_an_evaluation_alone_is_a_pipeline(pipeline: Path, tmp_path: Path, instant: list[str]) -> None:
