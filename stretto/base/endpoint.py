@@ -109,11 +109,13 @@ class Chat:
         config = self._config
 
         def send() -> httpx.Response:
-            left_s = min(config.timeout_s, stop_s - time.monotonic())
             wait_s = None if stop_s == math.inf else max(0.0, stop_s - time.monotonic())
-            if left_s <= 0 or not self._slots.acquire(timeout=wait_s):
+            if not self._slots.acquire(timeout=wait_s):
                 raise httpx.PoolTimeout("no time is left for the answer")
             try:
+                left_s = min(config.timeout_s, stop_s - time.monotonic())
+                if left_s <= 0:
+                    raise httpx.PoolTimeout("no time is left for the answer")
                 body = {"model": config.model, **config.body, "messages": messages}
                 return self._client.post("chat/completions", json=body, timeout=left_s)
             finally:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import httpx
 import pytest
 
-from stretto.base.endpoint import Unanswered, patiently, served_name
+from stretto.base.endpoint import Chat, ChatConfig, Unanswered, patiently, served_name
 from stretto.base.errors import UserError
 
 
@@ -62,3 +64,22 @@ def test_a_server_is_asked_with_the_key_what_it_serves(monkeypatch: pytest.Monke
 def test_the_last_failure_is_told() -> None:
     error, _ = asked(httpx.Response(503, text="busy"), httpx.ReadTimeout("slow"), tries=2)
     assert isinstance(error, Unanswered) and str(error) == "ReadTimeout: slow"
+
+
+def test_the_wait_for_a_free_slot_counts_as_time_of_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    chat, now_s, limits_s = Chat(ChatConfig(url="http://x/v1", model="m"), "judge"), [0.0], list[float]()
+    monkeypatch.setattr("stretto.base.endpoint.time", SimpleNamespace(monotonic=lambda: now_s[0], sleep=lambda _: None))
+
+    def acquire(timeout: float) -> bool:
+        now_s[0] += 4.0
+        return True
+
+    def post(path: str, json: object, timeout: float) -> httpx.Response:
+        limits_s.append(timeout)
+        return httpx.Response(200, json={"choices": [{"message": {"content": "5"}}]})
+
+    monkeypatch.setattr(chat, "_slots", SimpleNamespace(acquire=acquire, release=lambda: None))
+    monkeypatch.setattr(chat, "_client", SimpleNamespace(post=post))
+    assert chat.said([], stop_s=10.0) == "5" and limits_s == [6.0]
+    with pytest.raises(Unanswered, match="no time is left"):
+        chat.said([], stop_s=8.0)
