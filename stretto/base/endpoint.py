@@ -20,6 +20,7 @@ _TEMPORARY: Final = (408, 409, 425, 429)
 KEY_ENV: Final = "OPENAI_API_KEY"
 _MODELS_TIMEOUT_S = 20.0
 """Timeout of a request to ``/models``."""
+_NO_TIME = "no time is left for the answer"
 _PAUSE_S = 0.5
 """Pause before the first retry; it doubles with every further one."""
 
@@ -79,7 +80,7 @@ def patiently(
             if reply.is_success:
                 return reply.json()
             problem = f"{reply.status_code}: {excerpt(reply)}"
-        except (httpx.HTTPError, ValueError) as error:
+        except (httpx.HTTPError, ValueError, RecursionError) as error:  # RecursionError: JSON nested too deeply
             problem = one_line(f"{type(error).__name__}: {error}")
             continue
         if reply.is_client_error and reply.status_code not in _TEMPORARY:
@@ -104,29 +105,38 @@ class Chat:
 
     def said(self, messages: Sequence[Mapping[str, Any]], stop_s: float = math.inf) -> str:
         """The text of a completion; empty where the reply has none. Raises as `patiently` does; no try starts after ``stop_s``, a
-        time on `time.monotonic`.
+        time on `time.monotonic`. Half of a surrogate pair, which cannot be stored or sent again, becomes a question mark.
         """
         config = self._config
 
         def send() -> httpx.Response:
             wait_s = None if stop_s == math.inf else max(0.0, stop_s - time.monotonic())
             if not self._slots.acquire(timeout=wait_s):
-                raise httpx.PoolTimeout("no time is left for the answer")
+                raise httpx.PoolTimeout(_NO_TIME)
             try:
-                left_s = min(config.timeout_s, stop_s - time.monotonic())
-                if left_s <= 0:
-                    raise httpx.PoolTimeout("no time is left for the answer")
                 body = {"model": config.model, **config.body, "messages": messages}
-                return self._client.post("chat/completions", json=body, timeout=left_s)
+                return self._post(body, min(config.timeout_s, stop_s - time.monotonic()))
             finally:
                 self._slots.release()
 
         remedy = "check url, model, key and body"
         reply = patiently(send, self._where, remedy, tries=config.retries + 1, pause_s=_PAUSE_S, stop_s=stop_s)
         try:
-            return str(reply["choices"][0]["message"]["content"] or "")
+            return str(reply["choices"][0]["message"]["content"] or "").encode(errors="replace").decode()
         except (KeyError, IndexError, TypeError):
             return ""
+
+    def _post(self, body: Mapping[str, Any], timeout_s: float) -> httpx.Response:
+        """The reply to ``body``. httpx limits only the pauses within a reply, and some servers send blank lines until the answer is there."""
+        end_s, parts = time.monotonic() + timeout_s, list[bytes]()
+        if timeout_s <= 0:
+            raise httpx.PoolTimeout(_NO_TIME)
+        with self._client.stream("POST", "chat/completions", json=body, timeout=timeout_s) as reply:
+            for part in reply.iter_bytes():
+                parts.append(part)
+                if time.monotonic() > end_s:
+                    raise httpx.ReadTimeout(f"the reply is not complete after {timeout_s:.3g} s")
+        return httpx.Response(reply.status_code, content=b"".join(parts))
 
     def close(self) -> None:
         self._client.close()

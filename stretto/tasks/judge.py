@@ -297,9 +297,12 @@ def read_question(request: str) -> Question | None:
 
 
 def _last(reply: str, word: str) -> str | None:
-    """The rest of the last line that begins with ``word:``, without the reasoning before the answer."""
-    found = re.findall(rf"^\W*{word}\W*?:[ *]*(.*?)\W*$", spoken(reply), re.MULTILINE | re.IGNORECASE)
-    return found[-1].upper() if found else None
+    """The rest of the last line that begins with ``word:``, without the reasoning before the answer; None also for a reply that was cut off
+    in its reasoning. Takes linear time: a small model may repeat a rule or a heading up to its limit."""
+    text = spoken(reply)
+    lines = () if text.startswith("<think>") else reversed(text.splitlines())
+    start = re.compile(rf"\W*{word}\W*?:[ *]*(.*\w)?", re.IGNORECASE)
+    return next(((found[1] or "").upper() for line in lines if (found := start.match(line))), None)
 
 
 class JudgedSource(TaskSource):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import httpx
@@ -74,12 +76,13 @@ def test_the_wait_for_a_free_slot_counts_as_time_of_the_answer(monkeypatch: pyte
         now_s[0] += 4.0
         return True
 
-    def post(path: str, json: object, timeout: float) -> httpx.Response:
+    @contextmanager
+    def stream(method: str, path: str, json: object, timeout: float) -> Iterator[httpx.Response]:
         limits_s.append(timeout)
-        return httpx.Response(200, json={"choices": [{"message": {"content": "5"}}]})
+        yield httpx.Response(200, json={"choices": [{"message": {"content": "5"}}]})
 
     monkeypatch.setattr(chat, "_slots", SimpleNamespace(acquire=acquire, release=lambda: None))
-    monkeypatch.setattr(chat, "_client", SimpleNamespace(post=post))
+    monkeypatch.setattr(chat, "_client", SimpleNamespace(stream=stream))
     assert chat.said([], stop_s=10.0) == "5" and limits_s == [6.0]
     with pytest.raises(Unanswered, match="no time is left"):
         chat.said([], stop_s=8.0)

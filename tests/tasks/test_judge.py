@@ -6,6 +6,7 @@ import json
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +21,7 @@ from stretto.tasks.judge import JudgedSource, win_rates
 from stretto.tasks.registry import open_source
 from stretto.tasks.task import Answer, Problem, Score
 from tests.tasks.judges import Said, judging, question, shown
+from tests.web import serving
 
 PROMPTS: list[dict[str, Any]] = [
     {
@@ -338,6 +340,67 @@ def test_a_verdict_has_a_deadline_over_all_of_its_requests(prompts: Path) -> Non
             made.compare(made.problem(1), [Answer(text) for text in ("a", "b", "c", "d")])
         assert 0 < len(asked) <= 2 * 3 + 2  # of 120: as many as fit, two at a time, and two that had begun
     assert made.verdict_s == 0.3
+
+
+def test_a_reply_that_trickles_in_has_the_same_deadline(prompts: Path) -> None:
+    """Some servers send blank lines until the answer is there."""
+    is_over = threading.Event()
+
+    class Trickling(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            while not is_over.wait(0.01):
+                self.wfile.write(b"\n")
+            self.wfile.write(b"{}")
+
+        def log_message(self, *_: object) -> None: ...
+
+    with serving(Trickling) as url:
+        end = threading.Timer(5.0, is_over.set)  # without a deadline, the reply ends then, and is no judgement
+        end.start()
+        made = source(prompts, f"{url}/v1", {"timeout_s": 0.05, "retries": 0})
+        try:
+            with pytest.raises(judge.JudgeFailed, match=r"not complete after 0\.05 s"):
+                scored(made, "A wren.")
+        finally:
+            end.cancel()
+            is_over.set()
+
+
+@pytest.mark.parametrize(
+    ("reply", "why"),
+    [(b"[" * 100_000, "RecursionError"), (b'{"choices": [{"message": {"content": "\\ud83d"}}]}', "not a judgement")],
+)
+def test_a_reply_that_is_no_chat_is_no_judgement(prompts: Path, reply: bytes, why: str) -> None:
+    class Odd(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(reply)
+
+        def log_message(self, *_: object) -> None: ...
+
+    with serving(Odd) as url, pytest.raises(judge.JudgeFailed, match=why):
+        scored(source(prompts, f"{url}/v1", {"retries": 1}), "A wren.")
+
+
+def test_half_an_emoji_does_not_spoil_a_judgement(prompts: Path) -> None:
+    with judging(lambda body: "\ud83d\nSCORES: 1 0") as (url, _):
+        assert scored(source(prompts, url), "A wren.").reward == 1.0
+
+
+@pytest.mark.parametrize(
+    ("repeated", "rest"), [("- - ", None), ("###\n", None), ("SCORES: 1\n###\n", "1"), ("\n", None)]
+)
+def test_a_long_reply_is_read_in_linear_time(repeated: str, rest: str | None) -> None:
+    """A small model may repeat itself up to its limit. In quadratic time this takes minutes."""
+    assert judge._last(repeated * 20_000 + "x", "SCORES") == rest
+
+
+def test_reasoning_that_was_cut_off_is_no_judgement() -> None:
+    assert judge._last("<think>\nVERDICT: A would be too easy.\nVERDICT: B", "VERDICT") is None
+    assert judge._last("<think>\nVERDICT: B\n</think>\nVERDICT: A", "VERDICT") == "A"
 
 
 def test_as_many_requests_at_once_as_told(prompts: Path) -> None:
