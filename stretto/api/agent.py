@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import httpx
+import msgspec
 from pydantic import Field, model_validator
 from rich.markup import escape
 
@@ -59,8 +60,8 @@ _ANSWER_PART = 4
 """One token in this many of the budget is reserved for the answer."""
 _MIN_TOKENS = 16
 """Smallest ``max_tokens`` that a turn is reduced to when the context has too little room."""
-_BUSY, _TRIES = (429, 503), 5
-"""Statuses of a busy server, and the number of requests until it counts as a failure."""
+_BUSY, _TRIES, _MOST_WAIT_S = (429, 503), 5, 60.0
+"""Statuses of a busy server, the number of requests until it counts as a failure, and the longest pause that it may ask for."""
 _ABOUT_SIZE = "elastic: "
 """Beginning of the server's messages about the size that a request names."""
 _ANSWER_NOW = "The budget is used up. Answer now, with what you have."
@@ -209,7 +210,7 @@ async def _completion(client: Client, body: Mapping[str, Any], max_tokens: int) 
         except ApiFailure as failure:
             if _fills_context(failure) and max_tokens >= 2 * _MIN_TOKENS:
                 max_tokens //= 2
-            elif failure.status in _BUSY and attempt < _TRIES:
+            elif failure.status in _BUSY and attempt < _TRIES and (failure.retry_after_s or 0.0) <= _MOST_WAIT_S:
                 await asyncio.sleep(attempt if failure.retry_after_s is None else failure.retry_after_s)
                 attempt += 1
             else:
@@ -224,26 +225,82 @@ def _fills_context(failure: ApiFailure) -> bool:
     return failure.status == 400 and (failure.code == CONTEXT_LENGTH or in_words)
 
 
+class _Part(msgspec.Struct):
+    text: str | None = None
+
+
+class _Function(msgspec.Struct):
+    name: str
+    arguments: Any = None
+
+
+class _ToolCall(msgspec.Struct):
+    function: _Function
+    id: str | None = None
+
+
+class _Message(msgspec.Struct):
+    content: str | list[str | _Part | None] | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[_ToolCall] | None = None
+
+
+class _Choice(msgspec.Struct):
+    message: _Message
+    finish_reason: str | None = None
+
+
+class _Elastic(msgspec.Struct):
+    subnet: str = ""
+    flops: float | None = None
+
+
+class _Details(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    prompt_tokens_details: _Details | None = None
+    elastic: _Elastic | None = None
+
+
+class _Completion(msgspec.Struct):
+    """What the agent reads of a chat API's response. Servers differ in what they leave out or set to null."""
+
+    choices: list[_Choice]
+    usage: _Usage | None = None
+
+
 def _turn(response: Mapping[str, Any], phase: Phase) -> tuple[Turn, dict[str, Any]]:
-    """The turn in a chat API's response, its calls without results, and the message that repeats it in the next request."""
-    message, usage = response["choices"][0]["message"], response.get("usage") or {}
-    elastic, text, calls = usage.get("elastic") or {}, message.get("content") or "", message.get("tool_calls") or []
-    if not isinstance(text, str):
-        text = "".join(part if isinstance(part, str) else (part or {}).get("text") or "" for part in text)
+    """The turn in a chat API's response, its calls without results, and the message that repeats it in the next request. Raises
+    `ApiFailure`: the response has another form."""
+    try:
+        read = msgspec.convert(response, _Completion)
+    except msgspec.ValidationError as error:
+        raise ApiFailure(502, f"the server's answer has another form than that of a chat API: {error}") from None
+    message, usage = read.choices[0].message, read.usage or _Usage()
+    elastic, details = usage.elastic or _Elastic(), usage.prompt_tokens_details or _Details()
+    parts = message.content if isinstance(message.content, list) else [message.content]
+    text = "".join((part.text if isinstance(part, _Part) else part) or "" for part in parts)
     turn = Turn(
         phase=phase,
-        size=str(elastic.get("subnet", "")),
+        size=elastic.subnet,
         text=text,
-        thought=message.get("reasoning_content") or "",
-        calls=tuple(Call(call["function"]["name"], arguments_of(call["function"].get("arguments"))) for call in calls),
-        num_prompt=usage.get("prompt_tokens", 0),
-        num_cached=(usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0),
-        num_written=usage.get("completion_tokens", 0),
-        flops=elastic.get("flops"),
-        is_cut=response["choices"][0].get("finish_reason") == "length",
+        thought=message.reasoning_content or "",
+        calls=tuple(
+            Call(each.function.name, arguments_of(each.function.arguments)) for each in message.tool_calls or ()
+        ),
+        num_prompt=usage.prompt_tokens or 0,
+        num_cached=details.cached_tokens or 0,
+        num_written=usage.completion_tokens or 0,
+        flops=elastic.flops,
+        is_cut=read.choices[0].finish_reason == "length",
     )
     thought = {"reasoning_content": turn.thought} if turn.thought else {}
-    return turn, {"role": "assistant", "content": text} | thought | ({"tool_calls": calls} if calls else {})
+    calls = {"tool_calls": response["choices"][0]["message"]["tool_calls"]} if turn.calls else {}
+    return turn, {"role": "assistant", "content": text} | thought | calls
 
 
 async def _call(

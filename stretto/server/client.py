@@ -17,6 +17,7 @@ import numpy as np
 
 from stretto.base.endpoint import excerpt
 from stretto.base.track import progress
+from stretto.server.calls.json_text import parse_json
 
 SERVING = "serving at "
 """Beginning of the line in which `stretto serve` prints its address."""
@@ -69,11 +70,11 @@ class Client:
 
     async def get(self, path: str) -> Any:
         """The JSON at ``path``. Raises `ApiFailure` for an error, httpx.TransportError if the server cannot be reached."""
-        return _check(await self._http.get(path)).json()
+        return parse_json(_check(await self._http.get(path)).text)
 
     async def post(self, path: str, body: Mapping[str, Any]) -> Any:
         """The JSON answer to ``body``. Raises as `get` does."""
-        return _check(await self._http.post(path, json=body)).json()
+        return parse_json(_check(await self._http.post(path, json=body)).text)
 
     async def chat(self, body: Mapping[str, Any]) -> dict[str, Any]:
         """The chat completion for ``body``. Raises as `get` does, and `ApiFailure` for an answer without a message."""

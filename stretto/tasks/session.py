@@ -68,14 +68,16 @@ def use(tools: Sequence[Tool], name: str, arguments: Mapping[str, Any] | None) -
 
 
 def arguments_of(told: object) -> Mapping[str, Any] | None:
-    """The JSON object in a text, such as a call's arguments, or ``told`` itself if it is one; None: not a JSON object."""
+    """The JSON object in a text, such as a call's arguments, or ``told`` itself if it is one; None: not a JSON object. Half of a surrogate
+    pair, which cannot be stored or sent, becomes a question mark."""
     if isinstance(told, dict):
         return told
     try:
         tree = json.loads(told) if isinstance(told, str) else None
+        whole = json.loads(json.dumps(tree, ensure_ascii=False).encode(errors="replace"))
     except (ValueError, RecursionError):  # ValueError also for a number of thousands of digits
         return None
-    return tree if isinstance(tree, dict) else None
+    return whole if isinstance(whole, dict) else None
 
 
 def calling(name: str, arguments: Mapping[str, Any], thought: str = "") -> dict[str, Any]:

@@ -199,6 +199,66 @@ def test_an_error_that_all_runs_would_have_ends_the_others(failure: Exception, m
     assert sorted(ended) == [1, 2]
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"choices": [{"message": {"content": 3}}]},
+        {"choices": [{"message": {"tool_calls": True}}]},
+        {"choices": [{"message": {"tool_calls": [{"function": {}}]}}]},
+        {"choices": [{"message": {"tool_calls": [{"function": {"name": {}}}]}}]},
+        {"usage": "8 tokens"},
+        {"usage": {"prompt_tokens": [8]}},
+        {"usage": {"elastic": {"flops": []}}},
+    ],
+)
+def test_an_answer_of_another_form_is_a_failure_of_the_server(changes: dict[str, Any]) -> None:
+    async def answer(request: Request) -> JSONResponse:
+        return JSONResponse({"choices": [{"message": {"content": "Vik"}}], **changes})
+
+    async def work() -> None:
+        async with answering(answer) as endpoint:
+            await run_agent(endpoint, PROMPT, (), AgentOptions(), 3)
+
+    with pytest.raises(ApiFailure, match=r"another form than that of a chat API: Expected|missing required"):
+        asyncio.run(work())
+
+
+def test_half_an_emoji_is_sent_and_stored_as_another_character(tmp_path: Path) -> None:
+    run, asked, _ = ran([call("open", '{"id": "\\ud83d"}'), {"content": "no"}])
+    assert run.turns[0].calls[0].arguments == {"id": "?"} and run.text == "no" and len(asked) == 2
+    write_transcript(tmp_path / "t.html", "q", "m", [run], run, 1)
+
+
+@pytest.mark.parametrize("content", [b"[" * 100_000, b'{"choices": [{"message": "'])
+def test_an_answer_that_is_no_json_is_a_failure_of_the_server(content: bytes) -> None:
+    async def work() -> None:
+        transport = httpx.MockTransport(lambda request: httpx.Response(200, content=content))
+        async with Client("http://test", transport=transport) as client:
+            await client.chat({})
+
+    with pytest.raises(ApiFailure, match="its answer contains no message"):
+        asyncio.run(work())
+
+
+def test_a_server_that_is_busy_for_hours_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def answer(request: Request) -> JSONResponse:
+        return JSONResponse({"error": {"message": "come tomorrow"}}, 429, {"retry-after": "86400"})
+
+    async def work() -> None:
+        async with answering(answer) as endpoint:
+            await run_agent(endpoint, PROMPT, (), AgentOptions(), 3)
+
+    waits: list[float] = []
+
+    async def wait(seconds: float) -> None:
+        waits.append(seconds)
+
+    monkeypatch.setattr("stretto.api.agent.asyncio.sleep", wait)
+    with pytest.raises(ApiFailure, match="come tomorrow"):
+        asyncio.run(work())
+    assert not waits
+
+
 def test_a_small_size_searches_and_another_answers() -> None:
     draft = {"content": "Vik, I think"}
     run, asked, _ = ran([*SEARCHED[:2], draft, SEARCHED[2], draft, SEARCHED[3]], think="corner", answer="full")
