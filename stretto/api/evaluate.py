@@ -21,7 +21,7 @@ from stretto.api.search import named_subnet
 from stretto.base.config import validate_options
 from stretto.base.endpoint import served_name
 from stretto.base.errors import UserError, user_errors_naming
-from stretto.base.paths import CHECKPOINT, checkpoint_folder, claimed, model_name, sized, user_path, write_json
+from stretto.base.paths import CHECKPOINT, checkpoint_folder, claimed, model_name, sized, user_path
 from stretto.base.table import Table, Tabled
 from stretto.base.track import say, wide_console
 from stretto.data.sources import open_source
@@ -291,7 +291,7 @@ def _evaluate(
     tables = [score_table(found), asked_table(found), cost_table(found), place_table(found)]
     if any(domain.is_graded for domain in found.domains.values()):
         panels = writing_panels(out, suites_of(found.asked), _similar(), corpus)
-        write_json(out / PANEL_FILE, [asdict(each) for each in panels])
+        write_result(out / PANEL_FILE, panels)
         tables += [panel_table(panels), *(overused_table(each) for each in panels)]
         tables += [chapters_table(each.domain, each.chapters) for each in panels if each.chapters]
     show(tables, out / RESULT_FILE, evaluation_page(found))

@@ -109,8 +109,8 @@ def _panel(
     rows, kept_P = list[dict[str, float]](), list[float]()
     for item, texts in groups.items():
         nonempty = [text for text in texts if text.split()]
-        if (given := constraints[item]) is not None:
-            checks = [each for text in texts for each in Constraints.model_validate(given).kept(text).values()]
+        given = Constraints.model_validate(constraints[item] or {})
+        if checks := [each for text in texts for each in given.kept(text).values()]:
             kept_P.append(float(np.mean(checks)))
         if nonempty:
             single = [text_measures(text) for text in nonempty]

@@ -27,9 +27,10 @@ import numpy as np
 
 from stretto.base.config import validate
 from stretto.base.errors import UserError
+from stretto.base.numbers import counted
 from stretto.base.paths import write_json, writing
 from stretto.base.track import progress, say
-from stretto.base.trajectory import Outcome, Task
+from stretto.base.trajectory import Outcome, Task, Verdict
 from stretto.data.loader import key_of
 from stretto.evals.scores import MOST_INFRA
 from stretto.flow.agent import AgentRole, GroupFailed
@@ -49,6 +50,8 @@ from stretto.text.tokenizer import Tokenizer
 ASKED_FILE, SAMPLES_FILE = "asked.json", "samples.jsonl"
 _DONORS, _DRAW = 200, 7
 """Number of other problems whose answers baselines use; purpose of their random seed."""
+_TRIES = 3
+"""Largest number of attempts to score an answer of a baseline, as for the model's answers."""
 _LEASE_S = 7200.0
 """Time limit of a sample, seconds: a slow engine is not a failure."""
 _CACHE_BYTES = 1 << 24
@@ -315,7 +318,7 @@ async def _fails_with(engine: EngineRole) -> None:
 async def score_baselines(
     name: str, domain: Domain, source: TaskSource, rewards: RewardRole, seed: int
 ) -> dict[str, np.ndarray]:
-    """Scores [P] of each trivial baseline. A baseline without a verdict is left out and reported.
+    """Scores [P] of each trivial baseline. Answers without a verdict are tried again, then left out and reported.
 
     The baselines are an empty answer (``empty``), ``0`` (``constant``), the most frequent correct answer of other problems (``frequent``), a
     random one of those (``another``), a call of every tool without arguments (``calls``), and the source's own (`TaskSource.baselines`).
@@ -345,14 +348,24 @@ async def score_baselines(
             )
             for problem, policy in zip(asked, policies, strict=True)
         ]
-        verdicts = await asyncio.gather(*map(rewards.score, requests))
+        verdicts = await asyncio.gather(*[_scored(rewards, request) for request in requests])
         values = [domain.value(each.outcome, each.reward) for each in verdicts]
-        values_PV = np.array(values).reshape(-1, source.variants)
-        if np.isnan(values_PV).all():
-            say(f"sources.{name}: baseline {kind}: could not be scored: {verdicts[0].detail}")
-        else:
-            found[kind] = problem_means(values_PV)
+        if failed := [each.detail for each in verdicts if each.outcome is Outcome.INFRA]:
+            num = f"{len(failed)} of {counted(len(verdicts), 'answer')}"
+            say(f"sources.{name}: baseline {kind}: {num} could not be scored: {failed[-1]}", style="yellow")
+        if len(failed) < len(verdicts):
+            found[kind] = problem_means(np.array(values).reshape(-1, source.variants))
     return found
+
+
+async def _scored(rewards: RewardRole, request: RewardRequest) -> Verdict:
+    """The verdict on ``request``; one without a verdict if all `_TRIES` failed."""
+    verdict = await rewards.score(request)
+    for _ in range(_TRIES - 1):
+        if verdict.outcome is not Outcome.INFRA:
+            break
+        verdict = await rewards.score(request)
+    return verdict
 
 
 def read_samples(path: Path) -> dict[Key, Sample]:

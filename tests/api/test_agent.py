@@ -229,10 +229,9 @@ def test_half_an_emoji_is_sent_and_stored_as_another_character(tmp_path: Path) -
     write_transcript(tmp_path / "t.html", "q", "m", [run], run, 1)
 
 
-@pytest.mark.parametrize("content", [b"[" * 100_000, b'{"choices": [{"message": "'])
-def test_an_answer_that_is_no_json_is_a_failure_of_the_server(content: bytes) -> None:
+def test_an_answer_nested_too_deeply_is_a_failure_of_the_server() -> None:
     async def work() -> None:
-        transport = httpx.MockTransport(lambda request: httpx.Response(200, content=content))
+        transport = httpx.MockTransport(lambda request: httpx.Response(200, content=b"[" * 100_000))
         async with Client("http://test", transport=transport) as client:
             await client.chat({})
 

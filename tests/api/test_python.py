@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import os
 import re
 import shutil
@@ -568,3 +569,17 @@ def test_folders_of_compared_models_do_not_collide(tmp_path: Path) -> None:
 def test_serve_refuses_a_folder_without_a_checkpoint_when_it_is_called(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"config\.json: no such file"):
         stretto.serve(tmp_path)
+
+
+def test_measures_of_one_open_ended_prompt_are_json(served_run: Path, tmp_path: Path) -> None:
+    """Their intervals have no ends."""
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "Write."}\n')
+    source = {"kind": "judged", "args": {"path": str(tmp_path / "prompts.jsonl"), "judge": "scripted"}}
+    suites = {"s": {"sources": {"tales": source}, "max_tokens": 8}}
+    stretto.evaluate(served_run, suites, tmp_path / "out", samples=1, device="cpu")
+
+    def refuse(name: str) -> None:
+        raise ValueError(f"{name} is not JSON")
+
+    (panel,) = json.loads((tmp_path / "out" / "panel.json").read_text(), parse_constant=refuse)
+    assert panel["measures"]["words"]["low"] is None

@@ -6,13 +6,14 @@ import json
 from functools import partial
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from stretto.base.errors import UserError
 from stretto.base.records import Receipt, new_lineage, write_lineage
 from stretto.base.trajectory import Outcome
 from stretto.post.panel import judged_by, panels
-from stretto.post.suite_samples import SAMPLES_FILE, read_samples
+from stretto.post.suite_samples import SAMPLES_FILE, Sample, read_samples
 from stretto.post.suites import SuiteConfig, suites_of
 from stretto.report.evals import chapters_table, overused_table, panel_table
 from stretto.tasks.judge import JudgeFailed, ScriptedJudge
@@ -57,6 +58,15 @@ def test_a_panel_counts_answers(tmp_path: Path, prompts: Path) -> None:
     assert found.measures["distinct_k"].value == 1 and found.measures["words"].value == 3
     assert found.measures["vendi"].value == pytest.approx(1)
     assert panel_table([found]).rows and not overused_table(found).rows
+
+
+def test_a_table_without_constraints_constrains_nothing(tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text(json.dumps({"prompt": "Write.", "constraints": {}}) + "\n")
+    sample = Sample("tales", 0, 0, Outcome.OK, 0.5, "one two", "stop", 1, 1, 1, 1.0, 0.1)
+    (tmp_path / SAMPLES_FILE).write_bytes(msgspec.json.encode(sample) + b"\n")
+    (found,) = panels(tmp_path, suites(prompts), letters, None)
+    assert found.kept is None and found.measures["words"].value == 2
 
 
 def test_chapters_are_counted_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import numpy as np
@@ -15,18 +17,21 @@ import torch
 from stretto.base.config import read_recipe
 from stretto.base.errors import UserError
 from stretto.base.paths import write_json
-from stretto.base.trajectory import Outcome
+from stretto.base.trajectory import Outcome, Verdict
 from stretto.data.conversations import ConversationForm
 from stretto.engine.engine import Engine
 from stretto.evals.scores import pass_at_k, pass_hat_k
 from stretto.flow import prompts
+from stretto.flow.clients import RewardRequest
+from stretto.flow.prompts import SourceTables
 from stretto.harness.suites import harness_names
 from stretto.learning.recipe import RlRecipe, SourceConfig
+from stretto.learning.roles import SandboxConfig
 from stretto.model.checkpoint import write_checkpoint
 from stretto.model.spec import SubnetChoice
 from stretto.post import suite_samples
 from stretto.post.suite import RESULT_FILE, Evaluation, evaluate, read_evaluation, write_right_answers
-from stretto.post.suite_samples import SAMPLES_FILE, Sample
+from stretto.post.suite_samples import SAMPLES_FILE, Domain, Sample
 from stretto.post.suites import EvalOptions, SuiteConfig, opened_sources, parse_suites
 from stretto.tasks.registry import open_source
 from tests.engine.engines import CONFIG, network
@@ -375,6 +380,24 @@ def test_a_task_whose_check_never_ends_is_named(
     with pytest.raises(UserError, match=r"sources\.even: item 0: score\(\) has not returned after 0\.5 s"):
         run(model, suite(own, hangs=True), tmp_path / "out")
     assert not (tmp_path / "out" / SAMPLES_FILE).exists()
+
+
+def test_a_baseline_is_tried_again_and_what_it_lacks_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    """One answer is scored at the second attempt, another one never."""
+    (source,) = SourceTables({"sums": SourceConfig(kind="arithmetic")}, SandboxConfig())().values()
+    asked, tried = {item: source.problem(item) for item in range(4)}, Counter[int]()
+    domain = Domain("s", source, 1, range(4), range(4, 6), asked, {})
+
+    class Rewards:
+        async def score(self, request: RewardRequest) -> Verdict:
+            tried[request.item] += 1
+            if request.item == 3 or (request.item == 2 and tried[2] == 1):
+                return Verdict(0.0, Outcome.INFRA, 0.0, detail="the judge is out")
+            return Verdict(0.0, Outcome.WRONG, 0.0)
+
+    found = asyncio.run(suite_samples.score_baselines("sums", domain, source, cast("Any", Rewards()), 0))
+    assert np.isnan(found["empty"]).tolist() == [False, False, False, True]
+    assert "baseline empty: 1 of 4 answers could not be scored: the judge is out" in capsys.readouterr().out
 
 
 @pytest.mark.slow
