@@ -38,7 +38,8 @@ from stretto.base.track import progress, wide_console
 from stretto.engine.engine import Engine
 from stretto.engine.request import EngineConfig, Phases, Request, Sampling
 from stretto.model.checkpoint import read_checkpoint
-from stretto.model.spec import ModelConfig, Subnet, count
+from stretto.model.counts import count
+from stretto.model.spec import ModelConfig, Subnet
 from stretto.model.transformer import Transformer
 from stretto.ops.native import load
 

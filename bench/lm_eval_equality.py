@@ -32,7 +32,8 @@ from stretto.base.errors import UserError
 from stretto.base.track import wide_console
 from stretto.data.demo_text import demo_documents
 from stretto.model.checkpoint import read_config, read_presets
-from stretto.model.spec import count, named_subnets
+from stretto.model.counts import count
+from stretto.model.spec import named_subnets
 
 AIM = 1e-3
 """Largest difference of a metric, and of a request's log-likelihood in nats."""

@@ -21,8 +21,9 @@ import torch
 from bench.common.measure import bench_parser, finish, table
 from stretto.base.numbers import percent, si
 from stretto.base.track import progress, wide_console
+from stretto.model.counts import count
 from stretto.model.parallel import Ranks, join, random_network
-from stretto.model.spec import ModelConfig, count
+from stretto.model.spec import ModelConfig
 from stretto.model.transformer import Context
 from stretto.ops.native import training
 from stretto.optim.build import build_optimizers

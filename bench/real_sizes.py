@@ -53,8 +53,9 @@ from stretto.base.config import read_recipe
 from stretto.base.paths import CHECKPOINT, RECIPES
 from stretto.base.track import wide_console
 from stretto.model.checkpoint import write_checkpoint
+from stretto.model.counts import count
 from stretto.model.parallel import in_memory, join
-from stretto.model.spec import Subnet, count
+from stretto.model.spec import Subnet
 from stretto.model.transformer import Transformer
 from stretto.report import style
 from stretto.text.tokenizer import load_tokenizer

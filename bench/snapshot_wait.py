@@ -24,8 +24,9 @@ from torch.optim import Optimizer
 from bench.common.measure import bench_parser, finish, table
 from stretto.base.records import Meter
 from stretto.base.track import wide_console
+from stretto.model.counts import count
 from stretto.model.parallel import Ranks, join
-from stretto.model.spec import ModelConfig, count
+from stretto.model.spec import ModelConfig
 from stretto.model.transformer import Transformer, initial_state, load_state, skeleton
 from stretto.optim.build import build_optimizers
 from stretto.optim.schedule import OptimConfig

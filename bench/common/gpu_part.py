@@ -16,8 +16,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from bench.common.networks import shape
+from stretto.model.counts import count
 from stretto.model.parallel import join
-from stretto.model.spec import ModelConfig, count
+from stretto.model.spec import ModelConfig
 from stretto.model.transformer import Context, Transformer, load_state, skeleton
 from stretto.ops.logprob import IGNORED
 from stretto.ops.matmul import Arithmetic

@@ -14,7 +14,8 @@ from stretto.base.paths import CHECKPOINT
 from stretto.evals.loss import EvalBatch
 from stretto.evals.neurons import activity, each_layer
 from stretto.model.checkpoint import read_checkpoint
-from stretto.model.spec import ModelConfig, SubnetChoice, count, extracted_config
+from stretto.model.counts import count
+from stretto.model.spec import ModelConfig, SubnetChoice, extracted_config
 from stretto.model.transformer import SwiGlu, Transformer, load_state, skeleton
 from stretto.model.upcycle import WIDTH_MULTIPLE, Upcycling, upcycled_presets
 

@@ -23,9 +23,10 @@ from stretto.evals.loss import EvalBatch, evaluate_many
 from stretto.evals.order import expert_orders, rank_experts, rank_layers, survey
 from stretto.learning.recipe import SNAPSHOTS
 from stretto.model.checkpoint import read_checkpoint, write_checkpoint
+from stretto.model.counts import count
 from stretto.model.elastic import extract, order_experts
 from stretto.model.parallel import in_memory, join, random_network
-from stretto.model.spec import ModelConfig, Subnet, SubnetChoice, count
+from stretto.model.spec import ModelConfig, Subnet, SubnetChoice
 from stretto.model.transformer import Transformer
 from stretto.train.loop import Job
 from stretto.train.recipe import ElasticizeRecipe, HealRecipe, MixtureConfig, Recipe, TrainConfig

@@ -49,11 +49,12 @@ from stretto.evals.neurons import plan_layer, plan_network
 from stretto.evals.order import ExpertRule, expert_orders, layer_order, pieces, survey
 from stretto.evals.routing import LayerRouting
 from stretto.model.checkpoint import generation_settings, write_checkpoint
+from stretto.model.counts import count
 from stretto.model.families import Family, remarks, stored_tensors
 from stretto.model.gguf.read import GgufFile, gguf_file, packaged
 from stretto.model.headers import WeightFiles
 from stretto.model.parallel import device_name
-from stretto.model.spec import ModelConfig, SubnetChoice, count, droppable_layers
+from stretto.model.spec import ModelConfig, SubnetChoice, droppable_layers
 from stretto.model.stored import Dtypes
 from stretto.model.streamed import StreamedNetwork, StreamedState
 from stretto.model.upcycle import FAMILY as UPCYCLED

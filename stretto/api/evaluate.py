@@ -29,8 +29,9 @@ from stretto.evals.writing import Similarity
 from stretto.harness.suites import SUITES as HARNESSES
 from stretto.harness.suites import Budget, Judged, ask, check_installed, harness_names, serving
 from stretto.model.checkpoint import read_config, read_presets, weights_hash
+from stretto.model.counts import Counts, count
 from stretto.model.parallel import DeviceLike, join
-from stretto.model.spec import Counts, Subnet, count
+from stretto.model.spec import Subnet
 from stretto.post.battle import battle as play_battles
 from stretto.post.panel import PANEL_FILE, judged_by
 from stretto.post.panel import panels as writing_panels

@@ -32,8 +32,9 @@ from stretto.engine.engine import Engine, stream
 from stretto.engine.loading import DTYPES, generation_ends, open_engine
 from stretto.engine.request import CONSOLE_PENALTY, Completion, EngineConfig, Phases, Request, Sampling
 from stretto.model.checkpoint import Checkpoint, read_checkpoint, read_config, read_presets, stores_integers
+from stretto.model.counts import count
 from stretto.model.parallel import DeviceLike, join
-from stretto.model.spec import ModelConfig, Subnet, check_subnet, count, named_subnets
+from stretto.model.spec import ModelConfig, Subnet, check_subnet, named_subnets
 from stretto.model.transformer import Context, Transformer
 from stretto.ops import native
 from stretto.ops.logprob import head_loss

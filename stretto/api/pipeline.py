@@ -44,8 +44,9 @@ from stretto.base.track import read_metrics, say, wide_console
 from stretto.flow.run import MOVED
 from stretto.learning.recipe import LAYOUT, START, RlRecipe
 from stretto.model.checkpoint import known_hash, read_config
+from stretto.model.counts import count
 from stretto.model.parallel import DeviceLike
-from stretto.model.spec import ModelConfig, count
+from stretto.model.spec import ModelConfig
 from stretto.post.pipeline import MODEL, RECIPE, STAGES, PipelineRecipe, Step, plan
 from stretto.post.suites import check_kinds
 from stretto.report.page import REPORT_FOLDER

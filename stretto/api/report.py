@@ -35,8 +35,9 @@ from stretto.base.track import METRICS_FILE, progress, read_metrics, wide_consol
 from stretto.evals.loss import EvalBatch, evaluate, evaluate_many
 from stretto.evals.routing import routing
 from stretto.model.checkpoint import Checkpoint, read_checkpoint, read_config
+from stretto.model.counts import count
 from stretto.model.parallel import device_name, join
-from stretto.model.spec import ModelConfig, Subnet, count, named_subnets
+from stretto.model.spec import ModelConfig, Subnet, named_subnets
 from stretto.ops.logprob import num_head_tokens
 from stretto.post.pipeline import EVALUATED
 from stretto.report.comparison import comparison_table, read_comparison

@@ -36,13 +36,13 @@ from stretto.flow.rollout import EngineRole, open_recording_engine
 from stretto.flow.rollout_server import create_rollout_app
 from stretto.harness.suites import serving
 from stretto.model.checkpoint import read_checkpoint, read_config, read_presets
+from stretto.model.counts import count
 from stretto.model.elastic import slice_integers
 from stretto.model.parallel import join
 from stretto.model.spec import (
     ModelConfig,
     Subnet,
     SubnetChoice,
-    count,
     extracted_config,
     fixed_layers,
     named_subnets,

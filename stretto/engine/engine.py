@@ -46,7 +46,8 @@ from stretto.engine.runner import MAX_NATIVE_TOKENS, Runner, WeightSource, pages
 from stretto.engine.sampling import Row, SamplerCache, process, sample, top_log_probs
 from stretto.engine.scheduler import Scheduler
 from stretto.engine.sequence import NOT_FINITE, Admission, Chunk, SequenceState, StepPlan, SubnetTable
-from stretto.model.spec import ModelConfig, Subnet, count, executed
+from stretto.model.counts import count
+from stretto.model.spec import ModelConfig, Subnet, executed
 from stretto.model.transformer import Transformer
 from stretto.ops import exact
 from stretto.ops.matmul import Arithmetic

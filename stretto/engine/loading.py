@@ -28,9 +28,10 @@ from stretto.model.checkpoint import (
     read_config,
     read_presets,
 )
+from stretto.model.counts import count
 from stretto.model.elastic import extract, slice_integers
 from stretto.model.shard import Shard
-from stretto.model.spec import ModelConfig, Subnet, SubnetChoice, count, extracted_config
+from stretto.model.spec import ModelConfig, Subnet, SubnetChoice, extracted_config
 from stretto.model.transformer import Transformer
 from stretto.ops.int_weights import IntWeight
 from stretto.ops.matmul import Arithmetic

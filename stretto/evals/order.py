@@ -22,8 +22,9 @@ from stretto.base.errors import UserError
 from stretto.evals.loss import NO_TARGETS, EvalBatch, logit_gram, logit_size
 from stretto.evals.routing import LayerRouting, Watch
 from stretto.model.attention import Geometry
+from stretto.model.counts import count
 from stretto.model.parallel import ALONE, Ranks
-from stretto.model.spec import ModelConfig, count, droppable_layers, fixed_layers
+from stretto.model.spec import ModelConfig, droppable_layers, fixed_layers
 from stretto.model.transformer import Context, MoeLayer, RowWidths, Transformer
 from stretto.ops.grouped import gated_outputs
 from stretto.ops.logprob import IGNORED

@@ -33,9 +33,10 @@ from stretto.learning.distillation import Lesson
 from stretto.learning.passes import Pass, place
 from stretto.learning.recipe import DistillConfig, RlRecipe, TeacherConfig
 from stretto.model.checkpoint import describe, known_hash
+from stretto.model.counts import count
 from stretto.model.headers import check_files
 from stretto.model.parallel import Ranks, read_placed
-from stretto.model.spec import count, executed, parse_subnet
+from stretto.model.spec import executed, parse_subnet
 from stretto.ops.logprob import Teacher, chosen_logprobs
 from stretto.ops.matmul import Arithmetic
 from stretto.text.spans import Translated, Translation

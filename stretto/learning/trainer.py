@@ -54,9 +54,10 @@ from stretto.learning.samples import load_group, packed_bytes
 from stretto.learning.teachers import give_lessons, open_teachers, target_logprobs
 from stretto.learning.weights import is_quantised, pack_state
 from stretto.model.checkpoint import known_hash, tokenizer_dir_of
+from stretto.model.counts import count
 from stretto.model.elastic import load_balance
 from stretto.model.parallel import MeetingPoint, Ranks, device_name, full_state, join, join_gang, read_placed
-from stretto.model.spec import Subnet, count
+from stretto.model.spec import Subnet
 from stretto.model.transformer import Context, Recorder, Replay, Transformer
 from stretto.ops.logprob import Teacher, chosen_logprobs
 from stretto.ops.matmul import Arithmetic, default_precision

@@ -8,7 +8,8 @@ from typing import TypeVar
 
 from stretto.base.errors import UserError
 from stretto.base.numbers import size_in_bytes
-from stretto.model.spec import ModelConfig, count
+from stretto.model.counts import count
+from stretto.model.spec import ModelConfig
 from stretto.optim.schedule import Master, Moments, OptimConfig
 from stretto.planner.hardware import Dtype
 from stretto.planner.memory import BYTES, Layout, Memory, training_memory

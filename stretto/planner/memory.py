@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 
 from stretto.base.numbers import counted
-from stretto.model.spec import ModelConfig, count
+from stretto.model.counts import count
+from stretto.model.spec import ModelConfig
 from stretto.optim.schedule import Moments, OptimConfig
 from stretto.planner.hardware import Dtype
 

@@ -17,7 +17,8 @@ from stretto.base.numbers import params as params_text
 from stretto.base.paths import checkpoint_folder, user_path
 from stretto.base.table import NOTHING, Cell, Table, Tabled
 from stretto.learning.recipe import RlRecipe
-from stretto.model.spec import ModelConfig, count
+from stretto.model.counts import count
+from stretto.model.spec import ModelConfig
 from stretto.planner.fit import Trained, computes_in, fitted, peak
 from stretto.planner.hardware import Cluster, Dtype, Hardware, parse_cluster
 from stretto.planner.memory import Layout, Memory, training_memory

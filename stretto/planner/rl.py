@@ -16,9 +16,10 @@ from stretto.base.errors import UserError
 from stretto.base.paths import checkpoint_folder, read_json
 from stretto.flow.controller import Limits, default_window
 from stretto.learning.recipe import ADVANTAGES, RlRecipe
+from stretto.model.counts import count
 from stretto.model.families import from_hf
 from stretto.model.headers import STRETTO_FILE
-from stretto.model.spec import ModelConfig, count
+from stretto.model.spec import ModelConfig
 from stretto.planner.hardware import HANDOVER, Cluster, Dtype
 from stretto.planner.memory import WIDE, Layout, Memory, engine_memory, training_memory
 from stretto.planner.simulate import Roles

@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from stretto.model.spec import ModelConfig, count
+from stretto.model.counts import count
+from stretto.model.spec import ModelConfig
 from stretto.planner.hardware import DECODE_SHARE, LATENCY_S, LINK_SHARE, Dtype, Hardware
 from stretto.planner.memory import BYTES, WIDE, Layout, sizes
 

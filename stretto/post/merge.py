@@ -36,9 +36,9 @@ from stretto.base.records import Lineage, Meter, find_lineage, history, new_line
 from stretto.base.track import progress, say
 from stretto.learning.recipe import DistillConfig
 from stretto.model.checkpoint import stores_integers, write_checkpoint
+from stretto.model.counts import count
 from stretto.model.families import stored_tensors
 from stretto.model.parallel import device_name
-from stretto.model.spec import count
 from stretto.model.streamed import StreamedState
 from stretto.text.tokenizer import load_tokenizer
 

@@ -30,7 +30,8 @@ from stretto.evals.scores import (
     student_interval,
 )
 from stretto.model.checkpoint import read_config, weights_hash
-from stretto.model.spec import Counts, Subnet, count
+from stretto.model.counts import Counts, count
+from stretto.model.spec import Subnet
 from stretto.post.suite_samples import (
     ASKED_FILE,
     SAMPLES_FILE,

@@ -22,16 +22,9 @@ from pydantic_core import CoreSchema
 from stretto.base.errors import UserError, nearest
 from stretto.engine.loading import OpenedEngine, generation_ends, held_bytes
 from stretto.engine.request import Phases
+from stretto.model.counts import count
 from stretto.model.elastic import slice_integers
-from stretto.model.spec import (
-    ModelConfig,
-    Subnet,
-    SubnetChoice,
-    count,
-    extracted_config,
-    named_subnets,
-    parse_subnet,
-)
+from stretto.model.spec import ModelConfig, Subnet, SubnetChoice, extracted_config, named_subnets, parse_subnet
 from stretto.ops.int_weights import IntWeight
 from stretto.server.limits import ApiError, overloaded
 from stretto.server.messages import SUBNET, Body, FieldError

@@ -14,7 +14,8 @@ from starlette.routing import Route
 
 from stretto.engine.async_engine import EngineFailed
 from stretto.engine.request import VERSIONS, EngineStats
-from stretto.model.spec import Subnet, SubnetChoice, count
+from stretto.model.counts import count
+from stretto.model.spec import Subnet, SubnetChoice
 from stretto.server.elastic import Size
 from stretto.server.generate import Backend
 from stretto.server.limits import parse_body

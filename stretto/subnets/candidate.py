@@ -10,7 +10,8 @@ from pydantic import Field
 
 from stretto.base.config import Config
 from stretto.base.errors import UserError
-from stretto.model.spec import ModelConfig, Subnet, count
+from stretto.model.counts import count
+from stretto.model.spec import ModelConfig, Subnet
 from stretto.subnets.latency import LatencyTable, Workload
 from stretto.subnets.sensitivity import Sensitivities
 

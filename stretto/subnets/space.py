@@ -10,7 +10,8 @@ from typing import Literal, Self
 from pydantic import model_validator
 
 from stretto.base.config import Config
-from stretto.model.spec import ModelConfig, Subnet, count, droppable_layers
+from stretto.model.counts import count
+from stretto.model.spec import ModelConfig, Subnet, droppable_layers
 from stretto.subnets.candidate import Limits
 
 

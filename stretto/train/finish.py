@@ -9,9 +9,10 @@ from typing import Any
 
 from stretto.base.records import Lineage, Meter, Receipt, new_lineage
 from stretto.model.checkpoint import write_checkpoint
+from stretto.model.counts import count
 from stretto.model.families import Family
 from stretto.model.parallel import Ranks, full_state
-from stretto.model.spec import SubnetChoice, count
+from stretto.model.spec import SubnetChoice
 from stretto.model.transformer import Transformer
 from stretto.ops.int_weights import IntWeight
 from stretto.ops.memory import peak_bytes

@@ -24,9 +24,10 @@ from torch.optim import Optimizer
 
 from stretto.base.errors import UserError
 from stretto.base.records import Meter
+from stretto.model.counts import count
 from stretto.model.elastic import update_balance
 from stretto.model.parallel import Ranks, scale_gradients
-from stretto.model.spec import ModelConfig, Subnet, count, executed
+from stretto.model.spec import ModelConfig, Subnet, executed
 from stretto.model.transformer import Context, RowWidths, Transformer
 from stretto.ops.logprob import IGNORED, Teacher, TopLogProbs, head_loss, num_head_tokens
 from stretto.optim.compact import CompactAdamW

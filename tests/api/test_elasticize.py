@@ -20,7 +20,8 @@ from stretto.api import train
 from stretto.base.paths import claimed, write_json
 from stretto.base.records import Receipt, new_lineage, read_lineage
 from stretto.model.checkpoint import read_checkpoint, read_presets, write_checkpoint
-from stretto.model.spec import ModelConfig, count
+from stretto.model.counts import count
+from stretto.model.spec import ModelConfig
 from stretto.model.transformer import build
 from stretto.text.tokenizer import train_tokenizer
 from stretto.train.recipe import fixes_routers

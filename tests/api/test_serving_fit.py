@@ -20,9 +20,10 @@ from stretto.base.records import Receipt, read_lineage
 from stretto.engine.loading import least_bytes, open_engine
 from stretto.engine.request import EngineConfig
 from stretto.model.checkpoint import read_checkpoint, write_checkpoint
+from stretto.model.counts import count
 from stretto.model.elastic import slice_integers
 from stretto.model.parallel import join
-from stretto.model.spec import ModelConfig, Subnet, SubnetChoice, count, extracted_config
+from stretto.model.spec import ModelConfig, Subnet, SubnetChoice, extracted_config
 from stretto.model.transformer import build
 from stretto.ops.int_weights import IntScheme
 from stretto.ops.native import Library, Panels

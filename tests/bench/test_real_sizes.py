@@ -13,7 +13,8 @@ from bench import real_sizes
 from bench.common.networks import random_network
 from bench.common.real_networks import CONVERSION, Parent, pruned
 from stretto.model.checkpoint import write_checkpoint
-from stretto.model.spec import ModelConfig, count
+from stretto.model.counts import count
+from stretto.model.spec import ModelConfig
 from stretto.model.upcycle import upcycled_config, upcycled_presets
 from stretto.text.chat import CHATML
 from stretto.text.tokenizer import train_tokenizer

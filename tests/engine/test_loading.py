@@ -18,7 +18,8 @@ from stretto.engine.loading import generation_ends, open_engine
 from stretto.engine.request import EngineConfig
 from stretto.engine.runner import pages_within
 from stretto.model.checkpoint import write_checkpoint
-from stretto.model.spec import SubnetChoice, count
+from stretto.model.counts import count
+from stretto.model.spec import SubnetChoice
 from stretto.ops.memory import free_bytes
 from stretto.ops.native import Library
 from tests.engine.engines import CONFIG, CORNER, SIZES, engine, network, request, tokenizer

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from stretto.base.errors import UserError
-from stretto.model.spec import ModelConfig, count
+from stretto.model.counts import count
+from stretto.model.spec import ModelConfig
 from stretto.planner.fit import SETTINGS, fitted, peak
 from stretto.train.recipe import ElasticizeRecipe, HealRecipe
 

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from stretto.model.spec import ClampedSwiGlu, ModelConfig, count
+from stretto.model.counts import count
+from stretto.model.spec import ClampedSwiGlu, ModelConfig
 from stretto.model.transformer import Context, build
 from stretto.ops import logprob
 from stretto.ops.native import training

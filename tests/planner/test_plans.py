@@ -16,8 +16,9 @@ from stretto.base.errors import UserError
 from stretto.base.paths import write_json
 from stretto.learning.recipe import RlRecipe
 from stretto.model.checkpoint import write_checkpoint
+from stretto.model.counts import count
 from stretto.model.families import default_family, from_hf, to_hf
-from stretto.model.spec import ModelConfig, count
+from stretto.model.spec import ModelConfig
 from stretto.model.transformer import build
 from stretto.planner.fit import fitted, peak
 from stretto.planner.hardware import HARDWARE, parse_cluster

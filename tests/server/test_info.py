@@ -16,7 +16,8 @@ import pytest
 from stretto.engine.async_engine import AsyncEngine
 from stretto.engine.engine import Engine
 from stretto.model.checkpoint import write_checkpoint
-from stretto.model.spec import ModelConfig, count
+from stretto.model.counts import count
+from stretto.model.spec import ModelConfig
 from stretto.model.transformer import build
 from stretto.server.completions import ChatBody, CompletionBody
 from stretto.server.elastic import ServedModel

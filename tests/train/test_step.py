@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from stretto.base.records import Meter
+from stretto.model.counts import count
 from stretto.model.elastic import load_balance
 from stretto.model.parallel import full_state, join
-from stretto.model.spec import ModelConfig, Subnet, count, executed
+from stretto.model.spec import ModelConfig, Subnet, executed
 from stretto.model.transformer import Context, MoeLayer, RowWidths, Transformer, build
 from stretto.ops.logprob import IGNORED, chosen_logprobs
 from stretto.ops.native import training
