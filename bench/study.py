@@ -14,7 +14,8 @@ Arms, each trained with every seed:
 elastic      ours: anchors trained from half of the steps on, jointly with the full network (`bench/study.toml`)
 single       ours without joint passes: each pass trains one size, without a teacher, with the tokens of the elastic network (``single``)
              and with its FLOPs (``single+``)
-grown        one size a pass, from the first step on, and the smaller sizes more often at first (``grown``, ``grown+``)
+grown        one size a pass; smaller sizes are trained in all passes at the first step, and in the shares of `bench/study.toml` from half of
+             the steps on (``grown``, ``grown+``)
 ernie        the sampler that ERNIE 5.0 published, with the tokens of the elastic network (``ernie``) and with its FLOPs (``ernie+``)
 emo          an ordinary network whose documents each use a pool of experts (EMO, 2605.06663)
 ordinary     an ordinary network, with the tokens of the elastic one (``ordinary``) and with its FLOPs (``ordinary+``)
@@ -104,10 +105,11 @@ SCHEDULES: Mapping[str, Mapping[str, Any]] = {
     "single": {"joint": False, "anchor_ce_weight": 1.0},
     "grown": {
         "joint": False, "anchor_ce_weight": 1.0, "starts_at": 0.0, "ramp_fraction": 0.0, "early_factor": 2.0, "early_until": 0.5,
-        "rank_layers_at": (), "rank_experts_at": (),
+        "anchor_share": 0.4, "depth_share": 0.05, "top_k_share": 0.05, "width_share": 0.05, "rank_layers_at": (), "rank_experts_at": (),
     },
     "ernie": {
-        "sampler": "ernie", "joint": False, "starts_at": 0.0, "ramp_fraction": 0.1, "rank_layers_at": (), "rank_experts_at": (),
+        "sampler": "ernie", "joint": False, "starts_at": 0.0, "ramp_fraction": 0.1, "early_factor": 1.0, "rank_layers_at": (),
+        "rank_experts_at": (),
     },
 }  # fmt: skip
 """What other schedules of the smaller sizes change in the recipe's [elastic], by arm."""

@@ -21,7 +21,7 @@ SIZES = {"large": (1.0, 2 / 3), "half": (7 / 8, 1 / 2), "corner": (3 / 4, 1 / 3)
 """Trained sizes: share of the layers; share of the experts and of top-k."""
 MAXIMUM = ("elastic", "ernie", "ordinary", "emo")
 """Arms that train the maximum network."""
-ONE_SIZE = {"single": "one size a pass", "grown": "smaller sizes first"}
+ONE_SIZE = {"single": "one size a pass", "grown": "smaller sizes more often at first"}
 """Arms that train one size a pass, and their titles."""
 EQUAL_TOKENS_AIM, EQUAL_FLOPS_AIM = 0.02, 0.03
 """Largest mean loss of the elastic network's full size minus that of an ordinary network, nats per token."""

@@ -87,7 +87,8 @@ class MergeOptions(Config):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if self.weights and self.method in ("average", "ties") and math.isclose(sum(self.weights), 0.0, abs_tol=_TINY):
+        total, size = sum(self.weights), sum(map(abs, self.weights))
+        if self.weights and self.method in ("average", "ties") and abs(total) <= _TINY * size:
             raise ValueError(f"weights {list(self.weights)} sum to 0, and {self.method} divides by the sum")
         if self.weights and self.method == "slerp":
             raise ValueError("weights: slerp has none; give t, the position between the two parents")

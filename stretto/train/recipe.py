@@ -29,7 +29,7 @@ _MEANINGS = {
 
 
 class MixtureConfig(Config):
-    """Subnets that a run trains, and the share of each kind. Shares refer to training tokens after the ramp."""
+    """Subnets that a run trains, and the share of each kind. Shares refer to training tokens after the ramp, or after ``early_until``."""
 
     sampler: Literal["anchored", "ernie", "off"] = "anchored"
     """``ernie``: every axis on its own, with the shares of ERNIE 5.0 (2602.04705), in place of the anchors and shares below."""
@@ -57,7 +57,7 @@ class MixtureConfig(Config):
     """Share of the steps that train the full network alone, before the mixture starts."""
     ramp_fraction: float = Field(default=0.0, ge=0, le=1)
     """Share of the steps, after ``starts_at``, over which the mixture grows from the full network alone to the shares above."""
-    early_factor: float = Field(default=1.0, ge=1)
+    early_factor: float = Field(default=1.0, ge=1, allow_inf_nan=False)
     """Factor on all shares above at the first step; from there it falls linearly to 1. A pass of a smaller size costs less than one of the
     full network and, in the first steps, teaches the shared weights nearly as much. Not together with ``starts_at`` or ``ramp_fraction``,
     which begin with the full network.
@@ -82,7 +82,9 @@ class MixtureConfig(Config):
             raise ValueError(f"anchor_share + depth_share + top_k_share is {total:g}; at most 1")
         if self.early_factor > 1 and (self.starts_at or self.ramp_fraction or self.sampler == "ernie"):
             raise ValueError("early_factor: needs the sampler anchored, starts_at = 0 and ramp_fraction = 0")
-        if self.early_factor * max(total, self.width_share) > 1:
+        # only rows of passes without an anchor have fewer experts
+        largest = self.anchor_share + max(self.depth_share + self.top_k_share, self.width_share)
+        if self.early_factor > 1 and self.early_factor * largest > 1:
             raise ValueError(
                 f"early_factor {self.early_factor:g} times the shares exceeds 1; choose smaller shares or a smaller factor"
             )

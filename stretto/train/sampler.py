@@ -73,7 +73,7 @@ class Sampler:
         return self._stratified((offset + number * GOLDEN_RATIO) % 1.0, rng, strength)
 
     def _strength(self, step: int) -> float:
-        """Factor on the shares of the mixture at ``step``: at most 1, or ``early_factor``."""
+        """Factor on the shares of the mixture at ``step``: it rises from 0 to 1, or falls from ``early_factor`` to 1."""
         elastic = self.elastic
         if elastic.early_factor > 1:
             left = max(0.0, 1.0 - step / (elastic.early_until * self.num_steps))

@@ -150,9 +150,10 @@ def test_a_folder_that_lacks_runs_can_go_on(tmp_path: Path) -> None:
     assert study.report(planned, found) == ["1 run: criteria-1: missing; run the command again"]
 
 
-def test_only_the_chosen_arms_are_trained(tmp_path: Path) -> None:
+@pytest.mark.parametrize("share", [0.4, 0.7])
+def test_only_the_chosen_arms_are_trained(share: float, tmp_path: Path) -> None:
     info: Any = None  # the plan does not read it
-    recipe = read_recipe(study.RECIPE, Recipe, [])
+    recipe = read_recipe(study.RECIPE, Recipe, [f"elastic.anchor_share={share}"])
     anchors = dict.fromkeys(study.SIZES, recipe.elastic.anchors["corner"])
     recipe = recipe.replace(elastic=recipe.elastic.replace(anchors=anchors, anchor_weights=study.PARTS))
 

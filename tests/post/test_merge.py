@@ -189,6 +189,7 @@ def test_what_cannot_be_merged_is_refused(tmp_path: Path) -> None:
         MergeOptions(method="average", weights=(1.0, float("nan")))
     with pytest.raises(ValueError, match="sum to 0"):
         MergeOptions(method="average", weights=(0.1, 0.2, -0.3))
+    assert MergeOptions(method="average", weights=(1e-13, 1e-13)).weights == (1e-13, 1e-13)
     with pytest.raises(ValueError, match="slerp has none; give t"):
         MergeOptions(method="slerp", weights=(0.3, 0.7))
     orders = tuple(tuple(range(8)) for _ in range(2))

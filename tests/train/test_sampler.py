@@ -238,6 +238,8 @@ def test_early_steps_train_smaller_sizes_more_often() -> None:
         ({"early_factor": 2.0, "ramp_fraction": 0.1}, "and ramp_fraction = 0"),
         ({"early_factor": 2.0, "sampler": "ernie"}, "needs the sampler anchored"),
         ({"early_factor": 3.0}, "early_factor 3 times the shares exceeds 1"),
+        ({"early_factor": 1.9, "anchor_share": 0.3, "width_share": 0.5}, "early_factor 1.9 times the shares exceeds 1"),
+        ({"early_factor": float("inf")}, "finite"),
     ],
 )
 def test_early_factors_that_no_run_could_follow_are_refused(changes: dict[str, Any], message: str) -> None:
