@@ -61,8 +61,10 @@ BAD_INPUT = 2
 TRAINED_PASSES = 3
 """Cost of one forward and backward pass, in forward passes."""
 _LAYOUT = tuple(f"recipe.{table}" for table in LAYOUT)
-_PLACE = re.compile(r"(.*=)?\{(model|recipe|sft|distill|online|(?:experts|controls)/[^{}]+)\}", re.DOTALL)
-"""An argument or a teacher's folder that is a placeholder for a checkpoint (`stretto.post.pipeline.Step`), or a name, ``=`` and one."""
+_PLACE = re.compile(r"(?P<before>.*=)?\{(?P<name>model|sft|distill|online|(?:experts|controls)/[^{}]+)\}", re.DOTALL)
+"""An argument that is a placeholder for a checkpoint (`stretto.post.pipeline.Step`), or a name, ``=`` and one."""
+_TEACHER = re.compile(r"\{(?P<name>[^{}]+)\}")
+"""A teacher's folder that is a placeholder for a checkpoint."""
 
 
 class StepState(Config):
@@ -173,9 +175,13 @@ def run(
 
 
 def _check_tasks(steps: Sequence[Step], source: str) -> None:
-    """Raises `UserError`: a step, read from the file ``source``, has a task with a wrong kind or argument, or is online RL without a
-    judge."""
+    """Raises `UserError`: a step, read from the file ``source``, has a task with a wrong kind or argument, is online RL without a
+    judge, or reads the checkpoint of a step that does not come before it."""
+    places = [MODEL]
     for step in steps:
+        if unknown := [each for name in _named_places(step) if (each := f"{{{name}}}") not in places]:
+            raise UserError(f"{source}: {step.name}: {unknown[0]}: no such earlier step; name one of {listed(places)}")
+        places.append(f"{{{step.name}}}")
         if isinstance(step.recipe, RlRecipe):
             check_kinds(step.recipe.sources, f"{source}: {step.name}")
             if step.stage == "online":
@@ -359,22 +365,23 @@ def _named_places(step: Step) -> list[str]:
     """Names of the checkpoints that the step begins with or reads, sorted."""
     distill = step.recipe.distill if isinstance(step.recipe, RlRecipe) else None
     teachers = () if distill is None else distill.teachers.values()
-    texts = [*step.arguments, *(str(each.checkpoint) for each in teachers)]
-    return sorted({found[2] for text in texts if (found := _PLACE.fullmatch(text))} - {RECIPE[1:-1]})
+    found = [_PLACE.fullmatch(each) for each in step.arguments]
+    found += [_TEACHER.fullmatch(each.checkpoint or "") for each in teachers]
+    return sorted({each["name"] for each in found if each is not None})
 
 
 def _filled(pipeline: Pipeline, text: str) -> str:
     """``text`` with its placeholder ``{NAME}``, if it is one, replaced by the path of its checkpoint."""
     found = _PLACE.fullmatch(text)
-    return text if found is None else f"{found[1] or ''}{pipeline.place(found[2])}"
+    return text if found is None else f"{found['before'] or ''}{pipeline.place(found['name'])}"
 
 
 def _filled_recipe(pipeline: Pipeline, step: Step) -> dict[str, Any]:
     """The recipe of ``step`` as plain data, with the folders of its teachers. Other texts are the user's."""
     tree = step.recipe.model_dump(mode="json")
     for teacher in (tree.get("distill") or {}).get("teachers", {}).values():
-        if teacher["checkpoint"] is not None:
-            teacher["checkpoint"] = _filled(pipeline, teacher["checkpoint"])
+        if (found := _TEACHER.fullmatch(teacher["checkpoint"] or "")) is not None:
+            teacher["checkpoint"] = str(pipeline.place(found["name"]))
     return tree
 
 

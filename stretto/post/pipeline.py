@@ -131,7 +131,7 @@ class PipelineRecipe(Config):
 
 MODEL, RECIPE = "{model}", "{recipe}"
 """Placeholders in a step's arguments: the checkpoint that the pipeline starts from, and the file of the step's recipe. ``{NAME}``, also
-in the recipe, is the checkpoint of the step NAME."""
+as a teacher's folder in the recipe, is the checkpoint of the step NAME."""
 
 
 @dataclass(frozen=True, slots=True)

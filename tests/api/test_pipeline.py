@@ -138,6 +138,19 @@ def test_what_cannot_be_is_refused_before_anything_is_written(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("place", ["{experts/none}", "{online}", "{recipe}", "{spt}"])
+def test_a_teacher_of_a_step_that_does_not_come_before_is_refused(
+    stretto: Run, pipeline: Path, tmp_path: Path, place: str
+) -> None:
+    teachers = {"old": {"checkpoint": place, "domains": ["flip"]}}
+    distill = {"untaught": ["back"], "outcome_weight": 1.0, "teachers": teachers}
+    told = changed(pipeline, online={"rewards": {"flip": {"diversity": "words"}}, "distill": distill})
+    shown = stretto("run", told, "-o", tmp_path / "out", "--dry-run")
+    assert shown.code == 2 and shown.err.count("\n") == 1
+    assert f"p.json: online: {place}: no such earlier step" in shown.err
+    assert "name one of {model}, {sft}, {experts/flip}, {experts/back} and {distill}\n" in shown.err
+
+
 def test_where_a_stage_runs_may_change_after_it_has_ended(pipeline: Path, tmp_path: Path) -> None:
     folder, ended = tmp_path / "out", {}
     for stop_s in (None, 5.0):
@@ -227,11 +240,15 @@ def test_a_text_of_the_recipe_that_looks_like_a_placeholder_stays(
     pipeline: Path, tmp_path: Path, instant: list[str]
 ) -> None:
     texts = {"flip": {"format": "{recipe} {model} {experts/none}"}, "back": {"format": "{sft}"}}
-    run(changed(pipeline, online={"rewards": texts}), out=tmp_path / "out")
+    teachers = {"a": {"checkpoint": "x={sft}", "domains": ["flip"]}, "b": {"checkpoint": "{sft}", "domains": ["back"]}}
+    distill = {"outcome_weight": 1.0, "teachers": teachers}
+    run(changed(pipeline, online={"rewards": texts, "distill": distill}), out=tmp_path / "out")
     assert (
         json.loads((tmp_path / "out/online.json").read_text())["rewards"]["flip"]["format"] == texts["flip"]["format"]
     )
     assert json.loads((tmp_path / "out/online.json").read_text())["rewards"]["back"]["format"] == "{sft}"
+    taught = json.loads((tmp_path / "out/online.json").read_text())["distill"]["teachers"]
+    assert taught["a"]["checkpoint"] == "x={sft}" and taught["b"]["checkpoint"] == str(tmp_path / "out/sft/sft")
     taught = json.loads((tmp_path / "out/distill.json").read_text())["distill"]["teachers"]
     assert taught["flip"]["checkpoint"] == str(tmp_path / "out/experts/flip/checkpoint")
 
