@@ -11,7 +11,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
-from types import MappingProxyType
 
 import numpy as np
 from numpy.typing import NDArray
@@ -64,6 +63,8 @@ class Prompts:
     """Shares of the sources, with sum 1."""
     sizes: tuple[int | None, ...]
     """Number of training items of each source; None: no end."""
+    variants: tuple[int, ...]
+    """Number of consecutive items of each source that are one problem."""
     group: int
     max_tokens: int
     seed: int
@@ -81,10 +82,11 @@ class Prompts:
         return self._task(ordinal, place, item, self.group, _SAMPLE)
 
     def held_out(self, number: int) -> Task:
-        """Held-out problem ``number``, with one sample; the sources take turns. Its ordinal is negative."""
+        """Held-out problem ``number``, with one sample; the sources take turns, and so do the variants of their problems. Its ordinal is
+        negative."""
         place = number % len(self.names)
-        size, within = self.sizes[place], number // len(self.names)
-        item = (_HELD_OUT if size is None else size) + within
+        size, within, variants = self.sizes[place], number // len(self.names), self.variants[place]
+        item = (_HELD_OUT if size is None else size) + within * variants + within % variants
         return self._task(-1 - number, place, item, 1, _HELD_OUT_SAMPLE)
 
     def _dealt(self, phase: int, number: int) -> tuple[int, int]:
@@ -123,14 +125,13 @@ def prompts_of(recipe: RlRecipe, sources: Mapping[str, TaskSource]) -> Prompts:
     return plan_prompts(recipe, num_items, variants)
 
 
-def plan_prompts(
-    recipe: RlRecipe, num_items: Mapping[str, int | None], variants: Mapping[str, int] = MappingProxyType({})
-) -> Prompts:
-    """The prompts of ``recipe``. The last problems of each finite source are held out, each with all of its ``variants``.
-    Raises UserError: a source has too few problems to hold some out."""
+def plan_prompts(recipe: RlRecipe, num_items: Mapping[str, int | None], variants: Mapping[str, int]) -> Prompts:
+    """The prompts of ``recipe``. The last problems of each finite source are held out, each with all of its ``variants``; a source without
+    an entry there has one. Raises UserError: a source has too few problems to hold some out."""
     names, sizes = tuple(recipe.sources), list[int | None]()
-    for name in names:
-        size, num_variants = num_items[name], variants.get(name, 1)
+    nums = tuple(variants.get(name, 1) for name in names)
+    for name, num_variants in zip(names, nums, strict=True):
+        size = num_items[name]
         num_held_out = max(-(-recipe.train.eval_prompts // len(names)), recipe.sources[name].held_out)
         if size is not None and size <= num_held_out * num_variants:
             raise UserError(
@@ -139,7 +140,9 @@ def plan_prompts(
         sizes.append(None if size is None else size - num_held_out * num_variants)
     total = sum(source.weight for source in recipe.sources.values())
     shares = tuple(source.weight / total for source in recipe.sources.values())
-    return Prompts(names, shares, tuple(sizes), recipe.rollout.group, recipe.rollout.max_tokens, recipe.train.seed)
+    return Prompts(
+        names, shares, tuple(sizes), nums, recipe.rollout.group, recipe.rollout.max_tokens, recipe.train.seed
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,8 +219,11 @@ def check_sources(
                     f"runtime.rewards.deadline_s is {deadline_s:g}; raise that, or lower them"
                 )
             check_source(source, recipe)
-        sizes = {name: source.num_items for name, source in sources.items()}
-        counts = ", ".join(f"{name} ({'endless' if num is None else f'{num:,}'})" for name, num in sizes.items())
+        sizes = {name: (source.num_items, source.variants) for name, source in sources.items()}
+        counts = ", ".join(
+            f"{name} ({'endless' if num is None else f'{num // variants:,}'})"
+            for name, (num, variants) in sizes.items()
+        )
         levels = [source.sandbox.isolation for source in sources.values() if source.sandbox is not None]
         say(f"problems: {counts}" + "".join(f"; sandbox isolation: {level}" for level in levels[:1]))
         prompts = prompts_of(recipe, sources)

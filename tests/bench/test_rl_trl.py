@@ -62,7 +62,7 @@ def test_our_gradient_is_that_of_the_policy_gradient_written_out(tmp_path: Path)
     (tmp_path / "recipe.toml").write_text(RECIPE)
     recipe = read_recipe(tmp_path / "recipe.toml", RlRecipe)
     row = {"prompt_ids": PROMPTS, "completion_ids": COMPLETIONS, "rewards": REWARDS}
-    ours = our_gradient(row, recipe, plan_prompts(recipe, {"words": 100}), tmp_path / "start", tmp_path / "check")
+    ours = our_gradient(row, recipe, plan_prompts(recipe, {"words": 100}, {}), tmp_path / "start", tmp_path / "check")
 
     module = stretto.load(tmp_path / "start", device="cpu", dtype="float32").module
     given = [value for pair in (REWARDS[:2], REWARDS[2:]) for value in advantages(torch.tensor(pair).numpy(), "grpo")]

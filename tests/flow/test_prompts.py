@@ -11,9 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stretto.base.errors import UserError
-from stretto.flow.prompts import SUPERVISED, Prompts, SourceTables, plan_prompts, prompts_of
+from stretto.flow.prompts import SUPERVISED, Prompts, SourceTables, check_sources, plan_prompts, prompts_of
 from stretto.learning.recipe import RlRecipe, RlTrainConfig, SourceConfig
 from stretto.optim.schedule import OptimConfig
+from tests.flow.agents import tokenizer
 
 RECIPE = RlRecipe(
     sources={"many": SourceConfig(kind="gym", weight=3.0), "few": SourceConfig(kind="math")},
@@ -24,13 +25,13 @@ SIZES = {"many": None, "few": 25}
 
 
 def test_the_same_ordinal_is_the_same_task_in_every_process() -> None:
-    one, other = plan_prompts(RECIPE, SIZES), plan_prompts(RECIPE, SIZES)
+    one, other = plan_prompts(RECIPE, SIZES, {}), plan_prompts(RECIPE, SIZES, {})
     assert [one.task(ordinal) for ordinal in range(50)] == [other.task(ordinal) for ordinal in range(50)]
     assert len({one.task(ordinal).seed for ordinal in range(1000)}) == 1000
 
 
 def test_sources_come_by_weight_and_a_finite_one_is_shuffled_anew_each_time() -> None:
-    prompts = plan_prompts(RECIPE, SIZES)
+    prompts = plan_prompts(RECIPE, SIZES, {})
     tasks = [prompts.task(ordinal) for ordinal in range(4000)]
     shares = Counter(task.source for task in tasks)
     assert 0.72 < shares["many"] / 4000 < 0.78
@@ -41,7 +42,7 @@ def test_sources_come_by_weight_and_a_finite_one_is_shuffled_anew_each_time() ->
 
 
 def test_held_out_problems_are_never_trained_on() -> None:
-    prompts = plan_prompts(RECIPE, SIZES)
+    prompts = plan_prompts(RECIPE, SIZES, {})
     held_out = [prompts.held_out(number) for number in range(10)]
     assert len({(task.source, task.item) for task in held_out}) == 10
     assert {task.group for task in held_out} == {1} and all(task.ordinal < 0 for task in held_out)
@@ -58,15 +59,21 @@ def test_all_orders_of_a_held_out_multiple_choice_problem_are_held_out(tmp_path:
     recipe = recipe.replace(train=recipe.train.replace(eval_prompts=3))
     with SourceTables(recipe.sources, recipe.sandbox).opened() as sources:
         prompts = prompts_of(recipe, sources)
+        asked = [divmod(prompts.held_out(number).item, 4) for number in range(5)]
+        assert asked == [(7, 0), (8, 1), (9, 2), (10, 3), (11, 0)], "each held-out problem once, the orders in turn"
         trained = {
             sources["quiz"].problem(prompts.task(ordinal).item).messages[0]["content"][:2] for ordinal in range(400)
         }
     assert trained == {f"{at}?"[:2] for at in range(7)}, "an evaluation of 5 problems asks the other 5 in 4 orders"
+    said: list[str] = []
+    recipe = recipe.replace(train=recipe.train.replace(seq_len=1024))
+    check_sources(recipe, SourceTables(recipe.sources, recipe.sandbox), tokenizer(), said.append)
+    assert said == ["problems: quiz (12)"]
 
 
 def test_a_source_too_small_to_hold_anything_out_is_refused() -> None:
     with pytest.raises(UserError, match=r"sources\.few: has 5 problems, and 5 are held out"):
-        plan_prompts(RECIPE, {"many": None, "few": 5})
+        plan_prompts(RECIPE, {"many": None, "few": 5}, {})
 
 
 @pytest.mark.slow
@@ -85,7 +92,7 @@ def test_an_epoch_sees_every_item_once_before_one_comes_again(
     total = sum(weight for weight, _ in sources)
     names = tuple(map(str, range(len(sources))))
     shares, sizes = tuple(weight / total for weight, _ in sources), tuple(size for _, size in sources)
-    prompts = Prompts(names, shares, sizes, group=2, max_tokens=8, seed=seed)
+    prompts = Prompts(names, shares, sizes, (1,) * len(names), group=2, max_tokens=8, seed=seed)
     drawn: dict[str, list[int]] = {name: [] for name in names}
     for ordinal in range(phase, phase + 300):
         task = prompts.task(ordinal)
@@ -100,14 +107,14 @@ def test_an_epoch_sees_every_item_once_before_one_comes_again(
             assert len(set(items)) == len(items), f"an item of {name} comes twice in an epoch of {epoch}"
             assert size is None or set(items) <= set(range(size))
     # as an agent of a resumed run asks: any ordinal, in any order
-    again = Prompts(names, shares, sizes, group=2, max_tokens=8, seed=seed)
+    again = Prompts(names, shares, sizes, (1,) * len(names), group=2, max_tokens=8, seed=seed)
     assert [again.task(phase + ordinal) for ordinal in (299, 7, 63, 64)] == [
         prompts.task(phase + ordinal) for ordinal in (299, 7, 63, 64)
     ]
 
 
 def test_epochs_are_shuffled_each_in_its_own_way() -> None:
-    prompts = Prompts(("few",), (1.0,), (20,), group=2, max_tokens=8, seed=0)
+    prompts = Prompts(("few",), (1.0,), (20,), (1,), group=2, max_tokens=8, seed=0)
     epochs = [[prompts.task(20 * epoch + within).item for within in range(20)] for epoch in range(3)]
     assert len({tuple(epoch) for epoch in epochs}) == 3
 
@@ -115,7 +122,7 @@ def test_epochs_are_shuffled_each_in_its_own_way() -> None:
 def test_a_source_may_hold_out_more_than_the_run_looks_at() -> None:
     tree = RECIPE.model_dump()
     tree["sources"]["few"]["held_out"] = 20
-    prompts = plan_prompts(RlRecipe.model_validate(tree), {"many": None, "few": 30})
+    prompts = plan_prompts(RlRecipe.model_validate(tree), {"many": None, "few": 30}, {})
     assert prompts.sizes == (None, 10) and RECIPE.train.eval_prompts < 20
     trained = {task.item for task in map(prompts.task, range(200)) if task.source == "few"}
     assert trained == set(range(10))

@@ -212,7 +212,7 @@ def test_a_resumed_run_keeps_the_order_of_its_sources(tmp_path: Path, monkeypatc
     check_recipe(moved, tmp_path)
     again, sizes = in_order(moved, tmp_path), dict.fromkeys(sources)
     assert list(again.sources) == ["b", "a", "c"] and again == moved
-    assert plan_prompts(again, sizes) == plan_prompts(recipe, sizes) != plan_prompts(moved, sizes)
+    assert plan_prompts(again, sizes, {}) == plan_prompts(recipe, sizes, {}) != plan_prompts(moved, sizes, {})
     seen = []
 
     def stop(recipe: RlRecipe, *_: Any) -> None:

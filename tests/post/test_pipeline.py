@@ -11,7 +11,7 @@ import pytest
 from stretto.base.config import read_recipe, validate
 from stretto.base.errors import UserError
 from stretto.base.paths import RECIPES
-from stretto.flow.prompts import SourceTables, plan_prompts
+from stretto.flow.prompts import SourceTables, prompts_of
 from stretto.learning.recipe import RlRecipe
 from stretto.post.pipeline import PipelineRecipe, Step, merged, plan
 from stretto.post.sft import examples, fill_rows, learn_tokenizer
@@ -155,7 +155,7 @@ def test_the_shipped_recipe_has_room_for_its_examples(monkeypatch: pytest.Monkey
     assert isinstance(told, RlRecipe) and told.start is not None
     monkeypatch.setattr("stretto.post.sft._TOKENIZER_PROBLEMS", 200)
     with SourceTables(dict(told.sources), told.sandbox).opened() as sources:
-        prompts = plan_prompts(told, {name: source.num_items for name, source in sources.items()})
+        prompts = prompts_of(told, sources)
         tokenizer = learn_tokenizer(sources, prompts, told.start.model.vocab_size)
         some = list(islice(examples(sources, prompts, tokenizer, told.start.noise), 600))
     assert list(fill_rows(iter(some), told.start.rows, told.train.seq_len))

@@ -65,7 +65,7 @@ def sources() -> dict[str, TaskSource]:
 
 @pytest.fixture(scope="module")
 def prompts() -> Prompts:
-    return plan_prompts(recipe(), {"flip": None})
+    return plan_prompts(recipe(), {"flip": None}, {})
 
 
 @pytest.fixture(scope="module")
@@ -286,7 +286,7 @@ def test_a_start_keeps_the_sizes_alive_that_it_is_told(sources: dict[str, TaskSo
 def test_the_synchronous_loop_samples_trains_and_activates(start: Path, tmp_path: Path) -> None:
     """All roles, real ones, one after the other."""
     plan = recipe()
-    prompts = plan_prompts(plan, {"flip": None})
+    prompts = plan_prompts(plan, {"flip": None}, {})
 
     def open_sources() -> dict[str, TaskSource]:
         return {name: open_source(name, source) for name, source in plan.sources.items()}
@@ -326,7 +326,7 @@ def test_the_tokenizer_knows_the_tools_that_every_prompt_offers() -> None:
     source = SourceConfig(kind="search", args={"documents": 6, "hops": [1]})
     opened = {"s": open_source("s", source)}
     told = recipe().replace(sources={"s": source})
-    tokenizer = learn_tokenizer(opened, plan_prompts(told, {"s": None}), 600)
+    tokenizer = learn_tokenizer(opened, plan_prompts(told, {"s": None}, {}), 600)
     problem = opened["s"].problem(0)
     offered = json.dumps(schemas(opened["s"], problem)[0])
     assert len(tokenizer.encode(offered)) < len(offered) / 3
@@ -350,7 +350,7 @@ def test_a_demonstration_of_many_turns_is_what_the_agent_loop_makes_of_it(tmp_pa
             return recorded(self.open(problem), (calling(4, 1), well, user, calling(2), done))
 
     source, made = Talking(), agents.tokenizer()
-    plan = plan_prompts(recipe(), {"flip": None})
+    plan = plan_prompts(recipe(), {"flip": None}, {})
     one = next(examples({"flip": source}, plan, made, 0.0))
     problem = source.problem(plan.task(SUPERVISED).item)
     ends = np.flatnonzero(np.diff(np.r_[False, one.is_learnt, False]))
