@@ -100,6 +100,8 @@ class DomainResult:
     """Number of answers, correct or not, without the marker that the prompt asks for; their last line is scored as the answer."""
     places: dict[str, Place] = field(default_factory=dict)
     """Option positions of multiple choice, by letter."""
+    num_unscored: int = 0
+    """Number of answers of baselines without a verdict."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,8 +143,8 @@ def evaluate(
     subnet: Subnet | None = None,
     device: str = "cpu",
 ) -> Evaluation:
-    """Evaluate the checkpoint ``folder`` on ``suites`` and write ``out``. Finished samples in ``out`` are kept; samples without a verdict
-    are retried. ``subnet``: size of the network; None: the full network.
+    """Evaluate the checkpoint ``folder`` on ``suites`` and write ``out``. Finished samples in ``out`` are kept; samples and answers of
+    baselines without a verdict are retried. ``subnet``: size of the network; None: the full network.
 
     Raises:
         UserError: a bad source, another evaluation in ``out``, or more than `MOST_INFRA` infrastructure errors in a domain.
@@ -170,7 +172,7 @@ def evaluate(
             )
         if (out / RESULT_FILE).is_file():
             found = read_evaluation(out)
-            if found.asked == asked and not any(domain.num_infra for domain in found.domains.values()):
+            if found.asked == asked and not any(each.num_infra or each.num_unscored for each in found.domains.values()):
                 return found
         sampler = Sampler(folder, tokenizer, out, options, suites, config.max_positions)
         to_end(sampler.run(subnet, device, asked))
@@ -318,6 +320,7 @@ def _result(
         num_tokens=float(np.mean([one.num_sampled for one in own])),
         finishes=dict(Counter(one.finish for one in own)),
         num_infra=len(domain.failures),
+        num_unscored=domain.num_unscored,
         flops=_flops(counts, generated) / max(1, len(own)),
         num_off_format=sum(not read[one.item, one.number].is_marked for one in generated),
         places=_places(domain, own, read),

@@ -30,7 +30,7 @@ from stretto.base.errors import UserError
 from stretto.base.numbers import counted
 from stretto.base.paths import write_json, writing
 from stretto.base.track import progress, say
-from stretto.base.trajectory import Outcome, Task, Verdict
+from stretto.base.trajectory import Outcome, Task
 from stretto.data.loader import key_of
 from stretto.evals.scores import MOST_INFRA
 from stretto.flow.agent import AgentRole, GroupFailed
@@ -120,6 +120,8 @@ class Domain:
     """By item: text of the prompt's last message, and number of prompt tokens."""
     baselines: dict[str, np.ndarray] = field(default_factory=dict)
     """Scores [P] of the trivial baselines (`score_baselines`)."""
+    num_unscored: int = 0
+    """Number of answers of baselines without a verdict (`score_baselines`)."""
     failures: list[str] = field(default_factory=list)
     """Error message of every sample without a verdict."""
 
@@ -318,7 +320,8 @@ async def _fails_with(engine: EngineRole) -> None:
 async def score_baselines(
     name: str, domain: Domain, source: TaskSource, rewards: RewardRole, seed: int
 ) -> dict[str, np.ndarray]:
-    """Scores [P] of each trivial baseline. Answers without a verdict are tried again, then left out and reported.
+    """Scores [P] of each trivial baseline. Answers without a verdict are tried again where others got one, then left out, counted in
+    ``domain.num_unscored`` and reported.
 
     The baselines are an empty answer (``empty``), ``0`` (``constant``), the most frequent correct answer of other problems (``frequent``), a
     random one of those (``another``), a call of every tool without arguments (``calls``), and the source's own (`TaskSource.baselines`).
@@ -348,24 +351,22 @@ async def score_baselines(
             )
             for problem, policy in zip(asked, policies, strict=True)
         ]
-        verdicts = await asyncio.gather(*[_scored(rewards, request) for request in requests])
+        verdicts = await asyncio.gather(*[rewards.score(request) for request in requests])
+        for _ in range(_TRIES - 1):
+            again = [at for at, each in enumerate(verdicts) if each.outcome is Outcome.INFRA]
+            if len(again) == len(verdicts):  # a judge that is down would take its whole time limit again
+                break
+            retried = await asyncio.gather(*[rewards.score(requests[at]) for at in again])
+            for at, verdict in zip(again, retried, strict=True):
+                verdicts[at] = verdict
         values = [domain.value(each.outcome, each.reward) for each in verdicts]
         if failed := [each.detail for each in verdicts if each.outcome is Outcome.INFRA]:
             num = f"{len(failed)} of {counted(len(verdicts), 'answer')}"
             say(f"sources.{name}: baseline {kind}: {num} could not be scored: {failed[-1]}", style="yellow")
+            domain.num_unscored += len(failed)
         if len(failed) < len(verdicts):
             found[kind] = problem_means(np.array(values).reshape(-1, source.variants))
     return found
-
-
-async def _scored(rewards: RewardRole, request: RewardRequest) -> Verdict:
-    """The verdict on ``request``; one without a verdict if all `_TRIES` failed."""
-    verdict = await rewards.score(request)
-    for _ in range(_TRIES - 1):
-        if verdict.outcome is not Outcome.INFRA:
-            break
-        verdict = await rewards.score(request)
-    return verdict
 
 
 def read_samples(path: Path) -> dict[Key, Sample]:

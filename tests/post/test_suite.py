@@ -400,6 +400,41 @@ def test_a_baseline_is_tried_again_and_what_it_lacks_is_told(capsys: pytest.Capt
     assert "baseline empty: 1 of 4 answers could not be scored: the judge is out" in capsys.readouterr().out
 
 
+def test_a_baseline_of_which_no_answer_can_be_scored_is_not_tried_again() -> None:
+    """The judge is down, and each try may take its whole time limit."""
+    (source,) = SourceTables({"sums": SourceConfig(kind="arithmetic")}, SandboxConfig())().values()
+    asked, tried = {item: source.problem(item) for item in range(4)}, Counter[str]()
+    domain = Domain("s", source, 1, range(4), range(4, 6), asked, {})
+
+    class Rewards:
+        async def score(self, request: RewardRequest) -> Verdict:
+            tried[request.text] += 1
+            return Verdict(0.0, Outcome.INFRA, 0.0, detail="the judge is out")
+
+    assert not asyncio.run(suite_samples.score_baselines("sums", domain, source, cast("Any", Rewards()), 0))
+    assert tried[""] == tried["0"] == 4 and domain.num_unscored == sum(tried.values())
+
+
+def test_an_evaluation_with_an_incomplete_baseline_is_continued(
+    model: Path, own: str, whole: Path, tmp_path: Path
+) -> None:
+    """The judge fails on one answer of the baseline ``constant``, and works again in the second evaluation."""
+    usual = suite_samples.RewardRole.score
+
+    async def failing(self: suite_samples.RewardRole, request: RewardRequest) -> Verdict:
+        if (request.item, request.text) == (39, "0"):
+            return Verdict(0.0, Outcome.INFRA, 0.0, detail="the judge is out")
+        return await usual(self, request)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(suite_samples.RewardRole, "score", failing)
+        partial = run(model, suite(own), tmp_path).domains["even"]
+    assert (partial.num_infra, partial.num_unscored) == (0, 1)
+    found = run(model, suite(own), tmp_path).domains["even"]
+    assert found.num_unscored == 0
+    assert found.baselines == read_evaluation(whole).domains["even"].baselines != partial.baselines
+
+
 @pytest.mark.slow
 def test_few_failures_are_told(
     model: Path, own: str, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
