@@ -236,7 +236,6 @@ class _Function(msgspec.Struct):
 
 class _ToolCall(msgspec.Struct):
     function: _Function
-    id: str | None = None
 
 
 class _Message(msgspec.Struct):
@@ -277,7 +276,7 @@ def _turn(response: Mapping[str, Any], phase: Phase) -> tuple[Turn, dict[str, An
     """The turn in a chat API's response, its calls without results, and the message that repeats it in the next request. Raises
     `ApiFailure`: the response has another form."""
     try:
-        read = msgspec.convert(response, _Completion)
+        read = msgspec.convert(response, _Completion, strict=False)  # reads 8.0 and "8" as 8
     except msgspec.ValidationError as error:
         raise ApiFailure(502, f"the server's answer has another form than that of a chat API: {error}") from None
     message, usage = read.choices[0].message, read.usage or _Usage()

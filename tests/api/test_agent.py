@@ -223,6 +223,26 @@ def test_an_answer_of_another_form_is_a_failure_of_the_server(changes: dict[str,
         asyncio.run(work())
 
 
+def test_numbers_and_ids_of_another_type_are_read() -> None:
+    function = {"name": "open", "arguments": {"id": "1"}}
+    usage = {"prompt_tokens": 8.0, "completion_tokens": "3"}
+    replies = iter([{"content": None, "tool_calls": [{"id": 7, "function": function}]}, {"content": "Vik"}])
+    asked = []
+
+    async def answer(request: Request) -> JSONResponse:
+        asked.append(await request.json())
+        return JSONResponse({"choices": [{"message": next(replies)}], "usage": usage})
+
+    async def work() -> Run:
+        desk = Desk((reader := Reader(CORPUS, most=3, words=8)).tools, reader)
+        async with answering(answer) as endpoint:
+            return await run_agent(endpoint, PROMPT, desk.tools, AgentOptions(), 3)
+
+    run = asyncio.run(work())
+    assert run.text == "Vik" and (run.turns[0].num_prompt, run.turns[0].num_written) == (8, 3)
+    assert asked[1]["messages"][-1]["tool_call_id"] == 7
+
+
 def test_half_an_emoji_is_sent_and_stored_as_another_character(tmp_path: Path) -> None:
     run, asked, _ = ran([call("open", '{"id": "\\ud83d"}'), {"content": "no"}])
     assert run.turns[0].calls[0].arguments == {"id": "?"} and run.text == "no" and len(asked) == 2
