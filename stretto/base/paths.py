@@ -96,7 +96,7 @@ def sized(text: str) -> tuple[Path, str]:
 
 def separated(texts: Sequence[str]) -> list[str]:
     """Parts of ``texts``, which are joined by commas. The path of a file that exists is one part."""
-    return [part for text in texts for part in ([text] if Path(text).is_file() else text.split(","))]
+    return [part for text in texts for part in ([text] if os.path.isfile(text) else text.split(","))]
 
 
 @contextmanager

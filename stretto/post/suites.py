@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -75,7 +76,7 @@ def parse_suites(named: Sequence[str] | Mapping[str, Any], beside: Collection[st
         return _suites_in(plain_tree(named), "suites", "recipe", None)
     found: dict[str, SuiteConfig] = {}
     for text in separated(named):
-        name, _, data = (text, "", "") if Path(text).is_file() else text.partition("=")
+        name, _, data = (text, "", "") if os.path.isfile(text) else text.partition("=")
         path = Path(name)
         is_file = path.suffix in (".toml", ".json")
         tree = read_tree(path if is_file else SUITES)

@@ -526,6 +526,11 @@ def test_suites_by_name(tmp_path: Path) -> None:
     assert list(parse_suites([str(path)])) == ["a", "b"]
 
 
+def test_suites_may_be_longer_than_the_name_of_a_file() -> None:
+    found = parse_suites(["gym," * 80 + "tools", f"math={'x' * 300}.jsonl"])
+    assert list(found) == ["gym", "tools", "math"]
+
+
 def test_the_path_of_a_suite_may_have_commas_and_equals_signs(tmp_path: Path) -> None:
     path = tmp_path / "lr=1e-3,steps=9" / "mine.toml"
     path.parent.mkdir()
