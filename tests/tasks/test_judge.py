@@ -390,10 +390,12 @@ def test_half_an_emoji_does_not_spoil_a_judgement(prompts: Path) -> None:
         assert scored(source(prompts, url), "A wren.").reward == 1.0
 
 
-@pytest.mark.parametrize("reply", ["###\n" * 20_000 + "x", "SCORES: " + "- " * 20_000 + "x"])
-def test_a_long_reply_is_read_in_linear_time(reply: str) -> None:
+@pytest.mark.parametrize(
+    ("reply", "rest"), [("###\n" * 20_000 + "x", None), ("SCORES: " + "- " * 20_000 + "x", "- " * 20_000 + "X")]
+)
+def test_a_long_reply_is_read_in_linear_time(reply: str, rest: str | None) -> None:
     """A small model may repeat itself up to its limit. In quadratic time this takes minutes."""
-    assert judge._last(reply, "SCORES") in (None, reply.removeprefix("SCORES: ").upper())
+    assert judge._last(reply, "SCORES") == rest
 
 
 def test_reasoning_that_was_cut_off_is_no_judgement() -> None:
