@@ -292,7 +292,9 @@ def teacher_weights(recipe: RlRecipe) -> dict[str, str]:
     """Hashes of the weights of the distillation's teachers by name; without those that are servers or have no lineage."""
     teachers = {} if recipe.distill is None else recipe.distill.teachers
     folders = {
-        name: checkpoint_folder(each.checkpoint) for name, each in teachers.items() if each.checkpoint is not None
+        name: checkpoint_folder(each.checkpoint)
+        for name, each in teachers.items()
+        if each.checkpoint is not None and each.url is None
     }
     return {name: lineage.weights_hash for name, each in folders.items() if (lineage := find_lineage(each)) is not None}
 

@@ -201,6 +201,10 @@ def test_a_teacher_may_move_and_may_not_change(tmp_path: Path, monkeypatch: pyte
     write_json(run / START_FILE, {"checkpoint": ""})  # of an older version
     with pytest.raises(UserError, match=r"distill\.teachers\.x\.checkpoint: was .*old' when this run started"):
         check_recipe(taught_by("new", "1"), run)
+    served = {"checkpoint": str(tmp_path / "old"), "url": "http://127.0.0.1:1/v1", "domains": ["digits"]}
+    assert not teacher_weights(policy_recipe(distill={"form": "sampled", "teachers": {"x": served}})), (
+        "the server has the weights"
+    )
 
 
 def test_a_resumed_run_keeps_the_order_of_its_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
