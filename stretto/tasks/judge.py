@@ -362,8 +362,9 @@ class JudgedSource(TaskSource):
         *before, last = problem.messages
         requests = [last["content"] + (_BEFORE + chapter if chapter else "") for chapter in ("", *chapters[:-1])]
         problems = [replace(problem, messages=(*before, {**last, "content": each})) for each in requests]
+        stop_s = self._stop_s()  # of the whole verdict
         return [
-            self._judge.rate(each, text, self._stop_s()) if words(text) else 0.0
+            self._judge.rate(each, text, stop_s) if words(text) else 0.0
             for each, text in zip(problems, chapters, strict=True)
         ]
 

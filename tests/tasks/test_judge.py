@@ -267,6 +267,13 @@ def test_chapters_are_asked_for_one_by_one_and_judged_after_the_one_before(tmp_p
         source(None, chapters=2, by="group")
 
 
+def test_all_chapters_of_an_answer_share_one_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, limits = source(None, "http://127.0.0.1:1", chapters=3, rubric=["It goes on well."]), list[float]()
+    monkeypatch.setattr(made._judge, "rate", lambda problem, text, stop_s: limits.append(stop_s) or 1.0)
+    assert made.points(made.problem(0), ["A wren came.", "It sang.", "It left."]) == [1.0] * 3
+    assert len(limits) == 3 and len(set(limits)) == 1
+
+
 def test_constraints_are_a_gate(tmp_path: Path) -> None:
     path = tmp_path / "brief.jsonl"
     path.write_text(json.dumps({"prompt": "Write.", "constraints": {"words": [3, 9], "include": ["wren"]}}))
