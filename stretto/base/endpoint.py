@@ -127,7 +127,8 @@ class Chat:
             return ""
 
     def _post(self, body: Mapping[str, Any], timeout_s: float) -> httpx.Response:
-        """The reply to ``body``. httpx limits only the pauses within a reply, and some servers send blank lines until the answer is there."""
+        """The reply to ``body``. httpx limits only the pauses within a reply, and some servers send blank lines until the answer is there. So
+        ``timeout_s`` also limits the time of a reply whose body trickles in; headers that trickle in may take longer."""
         end_s, parts = time.monotonic() + timeout_s, list[bytes]()
         if timeout_s <= 0:
             raise httpx.PoolTimeout(_NO_TIME)

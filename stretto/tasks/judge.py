@@ -297,8 +297,8 @@ def read_question(request: str) -> Question | None:
 
 
 def _last(reply: str, word: str) -> str | None:
-    """The rest of the last line that begins with ``word:``, without the reasoning before the answer; None also for a reply that was cut off
-    in its reasoning. Takes linear time: a small model may repeat a rule or a heading up to its limit."""
+    """The rest of the last line that begins with ``word:``, without the reasoning before the answer; None also for a reply that begins
+    with ``<think>`` and does not end it. Takes linear time: a small model may repeat a rule or a heading up to its limit."""
     text = spoken(reply)
     lines = () if text.startswith("<think>") else reversed(text.splitlines())
     start = re.compile(rf"\W*{word}\W*?:[ *]*(.*\w)?", re.IGNORECASE)
