@@ -269,7 +269,12 @@ def test_chapters_are_asked_for_one_by_one_and_judged_after_the_one_before(tmp_p
 
 def test_all_chapters_of_an_answer_share_one_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     made, limits = source(None, "http://127.0.0.1:1", chapters=3, rubric=["It goes on well."]), list[float]()
-    monkeypatch.setattr(made._judge, "rate", lambda problem, text, stop_s: limits.append(stop_s) or 1.0)
+
+    def rate(problem: Problem, text: str, stop_s: float) -> float:
+        limits.append(stop_s)
+        return 1.0
+
+    monkeypatch.setattr(made._judge, "rate", rate)
     assert made.points(made.problem(0), ["A wren came.", "It sang.", "It left."]) == [1.0] * 3
     assert len(limits) == 3 and len(set(limits)) == 1
 
