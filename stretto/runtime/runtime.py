@@ -67,7 +67,7 @@ def to_end(work: Coroutine[Any, Any, T]) -> T:
         done = thread.submit(asyncio.run, reported())
         try:
             return done.result()
-        except KeyboardInterrupt:  # the notebook's stop button
+        except (KeyboardInterrupt, SystemExit):  # the notebook's stop button, or a program's handler of SIGTERM
             loop, task = started.result()
             loop.call_soon_threadsafe(task.cancel)
             raise

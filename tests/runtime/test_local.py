@@ -10,7 +10,9 @@ import subprocess
 import sys
 import tempfile
 import textwrap
+import threading
 import time
+import traceback
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from pathlib import Path
@@ -21,7 +23,7 @@ import pytest
 
 from stretto.base.errors import UserError
 from stretto.runtime.local import LocalRuntime, open_runtime
-from stretto.runtime.runtime import Placement, RoleDied, RoleState
+from stretto.runtime.runtime import Placement, RoleDied, RoleState, to_end
 from tests.runtime.roles import Asker, Worker
 from tests.runtime.stages import is_running
 
@@ -192,3 +194,37 @@ def test_a_ray_address_that_does_not_answer_is_one_line() -> None:
     ) as caught:
         asyncio.run(open_runtime("ray", "127.0.0.1:1"))
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("stop", [KeyboardInterrupt, SystemExit])
+def test_what_a_signal_raises_ends_the_work_of_a_notebook(stop: type[BaseException]) -> None:
+    ended = []
+
+    def handle(number: int, _: object) -> None:
+        raise stop
+
+    def waits() -> bool:
+        stack = traceback.extract_stack(sys._current_frames()[threading.main_thread().ident or 0])
+        return [frame.name for frame in stack[-2:]] == ["result", "wait"]
+
+    async def work() -> None:
+        while not waits():
+            await asyncio.sleep(0.001)
+        os.kill(os.getpid(), signal.SIGTERM)
+        try:
+            await asyncio.sleep(5)
+        except asyncio.CancelledError:
+            ended.append("cancelled")
+            raise
+        ended.append("done")
+
+    async def notebook() -> None:
+        to_end(work())
+
+    before = signal.signal(signal.SIGTERM, handle)
+    try:
+        with pytest.raises(stop):
+            asyncio.run(notebook())
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert ended == ["cancelled"]
