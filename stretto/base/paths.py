@@ -10,10 +10,7 @@ import os
 import secrets
 import shlex
 import shutil
-import signal
 import socket
-import sys
-import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -100,25 +97,6 @@ def separated(texts: Sequence[str]) -> list[str]:
 
 
 @contextmanager
-def _unfinished() -> Iterator[None]:
-    """Within the block SIGTERM ends the process as Ctrl-C does, so that what is unfinished is removed; a second signal acts at once. Nothing
-    changes in other threads than the main one, and where the program has a handler of its own."""
-    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
-        yield
-        return
-
-    def end(number: int, _: object) -> None:
-        signal.signal(number, signal.SIG_DFL)
-        sys.exit(128 + number)
-
-    signal.signal(signal.SIGTERM, end)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-
-
-@contextmanager
 def claimed(folder: Path) -> Iterator[None]:
     """Claim ``folder`` for this process: no other process can claim it meanwhile. The claim also ends when the process is killed.
 
@@ -152,8 +130,7 @@ def claimed(folder: Path) -> Iterator[None]:
         if (folder / RUN_FILE).is_file():
             _remove_partial(folder)
         try:
-            with _unfinished():
-                yield
+            yield
         finally:
             is_run = not before.isdisjoint((RUN_FILE, RECIPE_FILE))
             if not had_lock and not is_run and folder.is_dir() and before.issuperset(os.listdir(folder)):
@@ -185,10 +162,9 @@ def replacing(path: Path | str, remedy: str = "free some space or choose another
     temporary = path.parent / _PARTIAL.format(name=path.name, token=secrets.token_hex(8))
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with _unfinished():
-            yield temporary
-            assert temporary.exists(), f"nothing was written at {temporary}"
-            _put(temporary, path)
+        yield temporary
+        assert temporary.exists(), f"nothing was written at {temporary}"
+        _put(temporary, path)
     except OSError as error:
         failed = Path(str(error.filename2 or error.filename or path))  # filename2: the target of a copy
         if not (failed in path.parents or failed.is_relative_to(path) or failed.is_relative_to(temporary)):

@@ -1,18 +1,24 @@
-"""Arguments and options that several commands share, and lines that several commands print."""
+"""Arguments, options and checks that several commands share, lines that several commands print, and what SIGTERM does to conversions."""
 
 from __future__ import annotations
 
 import os
 import re
+import signal
 import sys
+from collections.abc import Callable
+from functools import wraps
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, ParamSpec, TypeVar
 
 from typer import Argument, Option
 from typer.core import TyperCommand
 
 from stretto.base.errors import UserError
 from stretto.base.paths import checkpoint_folder
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 Recipe = Annotated[Path, Argument(help="Recipe: a TOML file, or the name of a shipped recipe.", show_default=False)]
 Source = Annotated[Path, Argument(help="Run or checkpoint folder.", show_default=False)]
@@ -116,3 +122,24 @@ def say(text: str) -> None:
     """Print ``text`` on the first rank; under torchrun the other ranks would repeat it."""
     if os.environ.get("RANK", "0") == "0":
         sys.stdout.write(text + "\n")
+
+
+def removing_unfinished(convert: Callable[P, T]) -> Callable[P, T]:
+    """``convert`` with another action of SIGTERM: as after Ctrl-C, the unfinished output is removed. A second signal acts at once.
+
+    Only for work that this process does itself: it would wait for the end of other processes and of threads.
+    """
+
+    def end(number: int, _: object) -> None:
+        signal.signal(number, signal.SIG_DFL)
+        sys.exit(128 + number)
+
+    @wraps(convert)
+    def wrapped(*args: P.args, **kwargs: P.kwargs) -> T:
+        before = signal.signal(signal.SIGTERM, end)
+        try:
+            return convert(*args, **kwargs)
+        finally:
+            signal.signal(signal.SIGTERM, before)
+
+    return wrapped

@@ -25,6 +25,7 @@ from stretto.cli.options import (
     Start,
     Steps,
     Wandb,
+    removing_unfinished,
     say,
 )
 
@@ -102,7 +103,7 @@ def merge(
     """
     each = [part.strip() for part in weights.split(",")] if weights is not None else []
     values = {"scale": scale, "density": density, "t": t, "seed": seed}
-    result = stretto.merge(method, models, out, base=base, weights=each, force=force, **values)
+    result = removing_unfinished(stretto.merge)(method, models, out, base=base, weights=each, force=force, **values)
     say(f"checkpoint: {checkpoint_folder(result.given)}")
 
 

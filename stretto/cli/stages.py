@@ -35,6 +35,7 @@ from stretto.cli.options import (
     Wandb,
     check_ending,
     check_exists,
+    removing_unfinished,
     say,
 )
 from stretto.text import VOCAB_SIZE
@@ -116,7 +117,7 @@ def adopt(
         parent_tokens: Training tokens of the source, for the ledger: 15e12. Default: unknown.
     """
     options = locals()
-    result = stretto.adopt(**options)
+    result = removing_unfinished(stretto.adopt)(**options)
     from stretto.api.train import command_to_try
     from stretto.train.run_folder import read_info
 
@@ -268,7 +269,7 @@ def extract(
     check_exists(source)
     from stretto.api.search import extract_command
 
-    extracted = extract_command(source, subnet, out, device, force)
+    extracted = removing_unfinished(extract_command)(source, subnet, out, device, force)
     say(
         f"{out}: {extracted.num_tokens} tokens compared, logits differ by {extracted.difference:.1e} (tolerance {extracted.tolerance:.1e})"
     )
@@ -348,7 +349,7 @@ def quantise(
     """
     options = locals()
     check_exists(source)
-    written = stretto.quantise(options.pop("source"), **options).given
+    written = removing_unfinished(stretto.quantise)(options.pop("source"), **options).given
     from stretto.api.train import command_to_try
 
     say(f"checkpoint: {written}")
@@ -377,7 +378,7 @@ def export(
     check_exists(source)
     from stretto.api.model import Model
 
-    Model(source).export(out, family=family, dtype=dtype, gguf=gguf, force=force)
+    removing_unfinished(Model(source).export)(out, family=family, dtype=dtype, gguf=gguf, force=force)
     say(f"written: {out}")
 
 

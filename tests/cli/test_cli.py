@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from stretto import __version__
+from stretto.base import paths
 from stretto.cli.main import _resumes
 from tests.api.conftest import Run, refused
 
@@ -69,3 +72,35 @@ def test_output_that_cannot_be_written_is_one_line() -> None:
 def test_only_commands_that_resume_say_so_when_interrupted() -> None:
     assert _resumes(["pretrain", "small", "--data", "generate"]) and _resumes(["rl", "x"])
     assert not any(_resumes([name, "run"]) for name in ("generate", "top", "chat")) and not _resumes([])
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("adopt", "--order", "none"),
+        ("extract", "--subnet", "half"),
+        ("quantise", "--group", "8"),
+        ("export",),
+        ("export", "--gguf"),
+        ("merge", "average"),
+    ],
+)
+def test_sigterm_leaves_no_unfinished_checkpoint(
+    stretto: Run, served_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...]
+) -> None:
+    def put(temporary: Path, path: Path) -> None:
+        assert temporary.exists() and temporary.is_relative_to(tmp_path), path
+        signal.raise_signal(signal.SIGTERM)
+
+    def unexpected(number: int, _: object) -> None:
+        raise AssertionError("the command has no handler")
+
+    monkeypatch.setattr(paths, "_put", put)
+    before = signal.signal(signal.SIGTERM, unexpected)
+    models = [served_run / "checkpoint"] * (2 if command[0] == "merge" else 1)
+    try:
+        done = stretto(*command, *models, "-o", tmp_path / "out.gguf")
+        assert signal.getsignal(signal.SIGTERM) is unexpected
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert (done.code, done.err) == (143, "") and list(tmp_path.iterdir()) == []
