@@ -114,12 +114,19 @@ def claimed(folder: Path) -> Iterator[None]:
         lock = (folder / LOCK_FILE).open("a+", encoding="utf-8")
     except OSError as error:
         raise UserError(f"{folder}: cannot be written: {error.strerror}; choose another folder") from error
+
+    def is_own() -> bool:
+        """Whether the lock file is still that of this claim: another process may have made one in a folder that was replaced."""
+        with suppress(FileNotFoundError, NotADirectoryError):
+            return os.path.samestat(os.fstat(lock.fileno()), os.stat(folder / LOCK_FILE))
+        return False
+
     with lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if not os.path.samestat(os.fstat(lock.fileno()), os.stat(folder / LOCK_FILE)):
-                raise BlockingIOError  # its owner removed it since, and another process has made one
-        except (BlockingIOError, FileNotFoundError):  # not found: its owner removed it since
+            if not is_own():  # its owner removed it since
+                raise BlockingIOError
+        except BlockingIOError:
             lock.seek(0)
             raise UserError(
                 f"{folder}: {lock.read() or 'another process'} is running in it; wait for its end, or choose another folder"
@@ -133,7 +140,7 @@ def claimed(folder: Path) -> Iterator[None]:
             yield
         finally:
             is_run = not before.isdisjoint((RUN_FILE, RECIPE_FILE))
-            if not had_lock and not is_run and folder.is_dir() and before.issuperset(os.listdir(folder)):
+            if not had_lock and not is_run and is_own() and before.issuperset(os.listdir(folder)):
                 remove(folder / LOCK_FILE)
                 for parent in created:
                     with suppress(OSError):  # something else was written into it

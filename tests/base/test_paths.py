@@ -6,6 +6,7 @@ import fcntl
 import signal
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TextIO
 
@@ -234,6 +235,24 @@ def test_two_processes_do_not_share_a_folder(tmp_path: Path) -> None:
     with claimed(tmp_path / "empty"):
         (tmp_path / "empty" / "result").touch()
     assert (tmp_path / "empty" / ".lock").is_file()
+
+
+def test_the_end_of_a_claim_keeps_the_lock_file_of_the_next(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "config.json").write_text("old")
+    with ExitStack() as first, ExitStack() as second:
+        first.enter_context(claimed(out))
+        with replacing(out) as new:
+            new.mkdir()
+            (new / "config.json").write_text("new")
+        second.enter_context(claimed(out))  # the lock file of the first went with the old folder
+        first.close()
+        with pytest.raises(UserError, match="is running in it"), claimed(out):
+            raise AssertionError("claimed twice")
+    with claimed(out):
+        out.rename(tmp_path / "moved")
+        out.write_text("a file")
 
 
 def test_a_folder_with_a_lock_file_alone_is_new(tmp_path: Path) -> None:
