@@ -133,6 +133,8 @@ async def _lines(response: httpx.Response) -> AsyncIterator[str]:
         *lines, rest = (rest + text).split("\n")
         for line in lines:
             yield line.removesuffix("\r")
+    if rest:
+        yield rest.removesuffix("\r")
 
 
 def _check(response: httpx.Response) -> httpx.Response:

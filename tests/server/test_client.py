@@ -118,12 +118,13 @@ def test_what_is_no_chat_api_is_a_failure(answer: str) -> None:
         asyncio.run(ask())
 
 
+@pytest.mark.parametrize("end", ["\n\n", ""])
 @pytest.mark.parametrize("size", [1, 7, 1000])
-def test_lines_of_a_stream_end_at_a_line_feed_only(size: int) -> None:
+def test_lines_of_a_stream_end_at_a_line_feed_only(size: int, end: str) -> None:
     """A text may have other characters at which Python's `str.splitlines` divides, here as another server writes them."""
     text = "a\x85\u2028é\u2029🙂"
     chunk = json.dumps({"choices": [{"text": text}]}, ensure_ascii=False)
-    raw = f"data: {chunk}\r\n\r\ndata: [DONE]\n\n".encode()
+    raw = f"data: {chunk}\r\n\r\ndata: [DONE]{end}".encode()
 
     async def reads() -> AsyncIterator[bytes]:
         for start in range(0, len(raw), size):
