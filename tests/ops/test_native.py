@@ -352,7 +352,7 @@ def test_a_compiler_that_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str
 def test_an_interrupt_ends_all_processes_of_the_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     compiler, started = tmp_path / "slow-compiler", tmp_path / "started"
     compiler.write_text(
-        f'#!/bin/sh\n[ "$8" != -E ] || exit 1\nsleep 300 &\necho $! >{started}.new\nmv {started}.new {started}\nwait\n'
+        f'#!/bin/sh\ncase "$*" in *" -E "*) exit 1;; esac\nsleep 300 &\necho $! >{started}.new\nmv {started}.new {started}\nwait\n'
     )
     compiler.chmod(0o755)
     communicate = subprocess.Popen.communicate
