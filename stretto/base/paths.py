@@ -225,8 +225,8 @@ def require_new(out: Path, force: bool) -> None:
 
 
 def require_apart(out: Path, source: Path) -> None:
-    """Raises `UserError` if the output folder ``out`` is or contains the checkpoint ``source``, which would be replaced, or lies inside it,
-    where nothing could replace the checkpoint any more."""
+    """Raises `UserError` if the output folder ``out`` is or contains the checkpoint ``source``, which would be replaced, or lies inside it:
+    no command replaces a checkpoint folder that holds other files."""
     place, read = out.resolve(), source.resolve()
     if read.is_relative_to(place):
         raise UserError(f"{out}: contains the checkpoint that is read, which would be replaced; choose another folder")
