@@ -13,7 +13,7 @@ dropped. Other jobs change processor time less than wall time.
 fp32 is timed as two equal networks; their ratio shows the noise. Exits with 1 if the losses of both networks differ, if the noise is
 larger than 5 %, or if by wall time the default is more than 5 % slower than fp32, or slower than transformers.
 
-``--joint`` compares steps of the demo's recipe instead: joint elastic steps, with the Subnets of its sampler, over ordinary steps, by
+``--joint`` compares steps of the demo's network instead: joint elastic steps, with the Subnets of its sampler, over ordinary steps, by
 counted FLOPs per second. Exits with 1 if joint steps reach less than 90 % of the rate.
 """
 
@@ -86,7 +86,7 @@ def main() -> None:
     parser = bench_parser(__doc__)
     parser.add_argument("--shape", choices=SHAPES, default="small", help="size of network and step")
     parser.add_argument(
-        "--joint", action="store_true", help="joint elastic steps over ordinary ones, in the demo's recipe"
+        "--joint", action="store_true", help="joint elastic steps over ordinary ones, of the demo's network"
     )
     parser.add_argument("--steps", type=int, default=40, help="timed steps of each; the table shows medians")
     parser.add_argument("--threads", type=int, default=0, help="threads of torch; default: all cores")
@@ -246,20 +246,22 @@ def _show(console: Console, rows: int, samples: dict[str, list[Sample]]) -> None
 
 
 def _show_joint(rounds: int, console: Console) -> None:
-    """Counted FLOPs per second of joint steps and of ordinary steps of the demo's recipe. Single rows are not narrowed."""
-    recipe, ranks = read_recipe("demo", Recipe), join("cpu")
+    """Counted FLOPs per second of joint steps and of ordinary steps of the demo's network. Single rows are not narrowed."""
+    recipe, ranks = read_recipe("demo", Recipe, ["elastic.joint=true", "elastic.anchor_ce_weight=0.5"]), join("cpu")
     train, elastic, config = recipe.train, recipe.elastic, recipe.network()
     model = build(config, seed=0)
     optimizers = build_optimizers(recipe.optim, model)
     teacher = Distil(model, config.full(), elastic.anchor_ce_weight, elastic.joint)
-    sampler = Sampler(config, elastic, train.micro_rows, train.micro_batches, train.steps, train.seed)
-    flops: dict[str, list[int]] = {"ordinary": [], "joint": []}
+    samplers = {
+        name: Sampler(config, mixture, train.micro_rows, train.micro_batches, train.steps, train.seed)
+        for name, mixture in (("ordinary", elastic.replace(sampler="off")), ("joint", elastic))
+    }
+    flops = {name: list[int]() for name in samplers}
 
     def step(name: str) -> None:
         # the last steps of the recipe, in which the shares of the mixture have their full size
-        plans = sampler.draw(train.steps - 1 - len(flops[name]) if name == "joint" else 0)
         batches = []
-        for micro in plans:
+        for micro in samplers[name].draw(train.steps - 1 - len(flops[name])):
             batch = replace(_batch(Shape(config, train.micro_rows)), subnet=micro.subnet)
             is_smaller = micro.subnet != config.full()
             batches.append(replace(batch, distil=teacher if is_smaller else None))
@@ -272,7 +274,7 @@ def _show_joint(rounds: int, console: Console) -> None:
     with progress("interleaved", len(flops) * (warm_up + rounds)) as advance:
         samples = measure({name: partial(step, name) for name in flops}, rounds, advance, warm_up)
     shown = table(
-        "steps of the demo's recipe, medians of all rounds",
+        "steps of the demo's network, medians of all rounds",
         "",
         "tokens/s",
         "GFLOP per step",

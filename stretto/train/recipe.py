@@ -81,7 +81,9 @@ class MixtureConfig(Config):
         if total > 1:
             raise ValueError(f"anchor_share + depth_share + top_k_share is {total:g}; at most 1")
         if self.early_factor > 1 and (self.starts_at or self.ramp_fraction or self.sampler == "ernie"):
-            raise ValueError("early_factor: needs the sampler anchored, starts_at = 0 and ramp_fraction = 0")
+            raise ValueError(
+                "early_factor: needs the sampler anchored, starts_at = 0 and ramp_fraction = 0; set these, or early_factor = 1"
+            )
         # only rows of passes without an anchor have fewer experts
         largest = self.anchor_share + max(self.depth_share + self.top_k_share, self.width_share)
         if self.early_factor > 1 and self.early_factor * largest > 1:
