@@ -295,8 +295,15 @@ def quantise_command(
     options: QuantiseOptions,
     data: Sequence[str] = (),
     device: DeviceLike = "auto",
+    force: bool = False,
 ) -> None:
-    """Quantise the checkpoint ``source`` and write it to ``out``, with its presets."""
+    """Quantise the checkpoint ``source`` and write it to ``out``, with its presets; ``force``: replace what ``out`` holds."""
+    ranks = join(device)
+    with new_checkpoint(out, [source], force, ranks):
+        _quantise(source, out, options, data, ranks)
+
+
+def _quantise(source: Path, out: Path, options: QuantiseOptions, data: Sequence[str], ranks: Ranks) -> None:
     folder = checkpoint_folder(source)
     if stores_integers(folder):
         raise UserError(f"{folder}: its weights are integers already; quantise the checkpoint that it was made from")
@@ -315,7 +322,6 @@ def quantise_command(
         )
     if options.chat and not data:
         raise UserError("stretto quantise: --chat: describes the text of --data; name conversations with --data")
-    ranks = join(device)
     checkpoint = load_checkpoint(source, ranks)
     network = checkpoint.model
     if "head" in plan and network.head is None:

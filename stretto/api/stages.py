@@ -32,7 +32,6 @@ from stretto.api.search import (
     extract_command,
     kept_table,
     load_checkpoint,
-    new_checkpoint,
     on_other_data,
     parse_limits,
     quantise_command,
@@ -648,7 +647,5 @@ def quantise(
     given = locals()
     options = validate_options(QuantiseOptions, {name: given[name] for name in QuantiseOptions.model_fields})
     folder = new_folder(model, options.dtype) if out is None else user_path(out, "out")
-    source = model_path(model)
-    with new_checkpoint(folder, [source], force, join(device)):
-        quantise_command(source, folder, options, listed_data(data), device)
+    quantise_command(model_path(model), folder, options, listed_data(data), device, force)
     return load(folder, device=device)
