@@ -144,7 +144,7 @@ def run(
     path, folder = user_path(recipe, "recipe"), run_folder(out, recipe, "pipeline")
     parsed = read_recipe(path, PipelineRecipe, settings)
     steps = plan(parsed, str(path))
-    _check_tasks(steps, str(path))
+    _check_steps(steps, str(path))
     for flag, name in (("--from", first), ("--until", until)):
         stages = list(dict.fromkeys(step.stage for step in steps))
         if name is not None and name not in stages:
@@ -174,7 +174,7 @@ def run(
     return load(pipeline.place(done[-1].name), device=device) if done else None
 
 
-def _check_tasks(steps: Sequence[Step], source: str) -> None:
+def _check_steps(steps: Sequence[Step], source: str) -> None:
     """Raises `UserError`: a step, read from the file ``source``, has a task with a wrong kind or argument, is online RL without a
     judge, or reads the checkpoint of a step that does not come before it."""
     places = [MODEL]
