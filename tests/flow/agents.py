@@ -177,6 +177,12 @@ def with_engines(work: Callable[..., Awaitable[Any]], *roles: EngineRole) -> Any
     return asyncio.run(run())
 
 
+async def begun(subject: EngineRole) -> None:
+    """Wait until a request is computed."""
+    while not (await subject.stats()).num_running:
+        await asyncio.sleep(0)
+
+
 async def settled(subject: EngineRole) -> None:
     """The engine has nothing to do and holds nothing."""
     call = subject.service.call

@@ -17,7 +17,7 @@ from stretto.flow.clients import Forgotten, Generated, GenerateRequest
 from stretto.flow.rollout import EngineRole, open_run_engine
 from stretto.ops.native import load
 from tests.engine.engines import FULL, full_routes, network
-from tests.flow.agents import MODEL, OTHER, role, settled, with_engines
+from tests.flow.agents import MODEL, OTHER, begun, role, settled, with_engines
 from tests.flow.policies import checkpoint, recipe
 
 PROMPT = np.arange(5, 27, dtype=np.int32)
@@ -141,8 +141,7 @@ def test_weights_change_while_requests_go_on(keep_cache: bool) -> None:
         ask = replace(ASK, max_tokens=100)
         plain = await engine.generate(ask)
         running = asyncio.create_task(engine.generate(ask))
-        while not (await engine.stats()).num_running:
-            await asyncio.sleep(0)
+        await begun(engine)
         await engine.activate(NEW)
         assert engine.version == 1
         found = await running
@@ -192,8 +191,7 @@ def test_an_engine_whose_trainer_returns_to_a_snapshot_drops_requests_and_takes_
     async def work(engine: EngineRole) -> None:
         await engine.activate(replace(NEW, number=5))
         long = asyncio.create_task(engine.generate(replace(ASK, max_tokens=40)))
-        while not (await engine.stats()).num_running:
-            await asyncio.sleep(0)
+        await begun(engine)
         await engine.rewind()
         with pytest.raises(InfraError, match="engine: dropped, because the trainer returns to a snapshot"):
             await long
@@ -212,8 +210,7 @@ def test_a_request_that_comes_while_others_are_dropped_waits_for_weights_and_nob
     async def work(engine: EngineRole) -> None:
         await engine.activate(replace(NEW, number=5))
         dropped = asyncio.create_task(engine.generate(replace(ASK, max_tokens=40)))
-        while not (await engine.stats()).num_running:
-            await asyncio.sleep(0)
+        await begun(engine)
         rewound = asyncio.create_task(engine.rewind())
         await asyncio.sleep(0)
         late = asyncio.create_task(engine.generate(replace(ASK, id="b")))
@@ -246,8 +243,7 @@ def test_nothing_is_left_of_a_request_that_is_given_up(how: str) -> None:
         ask = replace(ASK, max_tokens=120, deadline_s=60.0 if how == "cancelled" else 0.03)
         running = asyncio.create_task(engine.generate(ask))
         if how == "cancelled":
-            while not (await engine.stats()).num_running:
-                await asyncio.sleep(0)
+            await begun(engine)
             running.cancel()
         with pytest.raises((asyncio.CancelledError, InfraError)):
             await running

@@ -382,11 +382,15 @@ def test_a_task_whose_check_never_ends_is_named(
     assert not (tmp_path / "out" / SAMPLES_FILE).exists()
 
 
+def sums() -> Domain:
+    """Four problems of arithmetic, with two others for baselines."""
+    (source,) = SourceTables({"sums": SourceConfig(kind="arithmetic")}, SandboxConfig())().values()
+    return Domain("s", source, 1, range(4), range(4, 6), {item: source.problem(item) for item in range(4)}, {})
+
+
 def test_a_baseline_is_tried_again_and_what_it_lacks_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     """One answer is scored at the second attempt, another one never."""
-    (source,) = SourceTables({"sums": SourceConfig(kind="arithmetic")}, SandboxConfig())().values()
-    asked, tried = {item: source.problem(item) for item in range(4)}, Counter[int]()
-    domain = Domain("s", source, 1, range(4), range(4, 6), asked, {})
+    domain, tried = sums(), Counter[int]()
 
     class Rewards:
         async def score(self, request: RewardRequest) -> Verdict:
@@ -395,23 +399,21 @@ def test_a_baseline_is_tried_again_and_what_it_lacks_is_told(capsys: pytest.Capt
                 return Verdict(0.0, Outcome.INFRA, 0.0, detail="the judge is out")
             return Verdict(0.0, Outcome.WRONG, 0.0)
 
-    found = asyncio.run(suite_samples.score_baselines("sums", domain, source, cast("Any", Rewards()), 0))
+    found = asyncio.run(suite_samples.score_baselines("sums", domain, domain.source, cast("Any", Rewards()), 0))
     assert np.isnan(found["empty"]).tolist() == [False, False, False, True]
     assert "baseline empty: 1 of 4 answers could not be scored: the judge is out" in capsys.readouterr().out
 
 
 def test_a_baseline_of_which_no_answer_can_be_scored_is_not_tried_again() -> None:
     """The judge is down, and each try may take its whole time limit."""
-    (source,) = SourceTables({"sums": SourceConfig(kind="arithmetic")}, SandboxConfig())().values()
-    asked, tried = {item: source.problem(item) for item in range(4)}, Counter[str]()
-    domain = Domain("s", source, 1, range(4), range(4, 6), asked, {})
+    domain, tried = sums(), Counter[str]()
 
     class Rewards:
         async def score(self, request: RewardRequest) -> Verdict:
             tried[request.text] += 1
             return Verdict(0.0, Outcome.INFRA, 0.0, detail="the judge is out")
 
-    assert not asyncio.run(suite_samples.score_baselines("sums", domain, source, cast("Any", Rewards()), 0))
+    assert not asyncio.run(suite_samples.score_baselines("sums", domain, domain.source, cast("Any", Rewards()), 0))
     assert tried[""] == tried["0"] == 4 and domain.num_unscored == sum(tried.values())
 
 
